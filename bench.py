@@ -37,6 +37,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Callable, Iterable, Iterator, NamedTuple, Sequence
+from unittest.mock import patch
 
 import nanopaged  # noqa: F401  before torch: it silences a warning of torch's
 
@@ -54,6 +55,10 @@ SIZES = "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate
 SHAPES = {name: QWEN3 | dict(zip(SIZES, sizes)) for name, sizes in {
     "0.6B": (1024, 28, 16, 3072, True), "1.7B": (2048, 28, 16, 6144, True), "4B": (2560, 36, 32, 9728, True),
     "8B": (4096, 36, 32, 12288, False)}.items()}
+# A mixture of experts, with the sizes of Qwen3-30B-A3B: of 30B weights a token is multiplied by 3B.
+SHAPES["30B-A3B"] = QWEN3 | dict(zip(SIZES, (2048, 48, 32, 6144, False))) | dict(
+    architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", num_key_value_heads=4, num_experts=128,
+    num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True)
 VLLM = {  # for rows of this file: vLLM 0.26.0 on an H200, 2026-11-22
     "0.6B decode, batch 1, context 512": "1.67", "0.6B decode, batch 8, context 512": "1.92",
     "0.6B decode, batch 64, context 512": "3.25", "0.6B decode, batch 256, context 512": "6.99",
@@ -148,7 +153,7 @@ def planned(prompts: list[list[int]], lengths: list[int], manager: engine.BlockM
     """(scheduler, step) of each step that computes prompts and then `lengths` new tokens, planned without a model."""
     plan = engine.Scheduler(manager, max_num_seqs, BUDGET)
     for i, (prompt, length) in enumerate(zip(prompts, lengths)):
-        plan.add(engine.Sequence(prompt, (0, i, 0), len(prompt) + length))
+        plan.add(engine.Sequence(prompt, engine.Order(0, i, 0), len(prompt) + length))
     while plan.waiting or plan.running:
         step = plan.schedule()
         yield plan, step
@@ -209,10 +214,13 @@ class Limits(NamedTuple):
         d, layers, kv = shape["hidden_size"], shape["num_hidden_layers"], shape["num_key_value_heads"]
         heads, dim = shape["num_attention_heads"], shape["head_dim"]
         kv_proj = d * 2 * kv * dim  # weights of a layer
-        rest = 2 * heads * dim * d + 3 * d * shape["intermediate_size"]
-        products = sum(max(2 * weights / self.copy, 2 * weights * rows / self.product) for weights, rows in (
-            (kv_proj * layers + rest * (layers - 1), sum(query_lens)),
-            (rest + d * shape["vocab_size"], num_samples)))
+        q_and_o, expert = 2 * heads * dim * d, 3 * d * shape.get("moe_intermediate_size", shape["intermediate_size"])
+        products = sum(
+            max(2 * (dense + num_layers * expert * experts_read(shape, rows)) / self.copy,
+                2 * (dense + num_layers * expert * shape.get("num_experts_per_tok", 1)) * rows / self.product)
+            for dense, num_layers, rows in (
+                (kv_proj * layers + q_and_o * (layers - 1), layers - 1, sum(query_lens)),
+                (q_and_o + d * shape["vocab_size"], 1, num_samples)))
         token_bytes = 4 * kv * dim  # K and V in bfloat16, of one layer
         attention = sum(
             max(s * token_bytes / self.copy, 4 * heads * dim * (q * (s - q) + q * (q + 1) / 2) / self.product)
@@ -230,6 +238,12 @@ class Limits(NamedTuple):
         return sum(lengths) / seconds
 
 
+def experts_read(shape: dict[str, Any], num_tokens: int) -> float:
+    """How many experts of a layer so many tokens choose, if each chooses evenly; of a dense model 1."""
+    count = shape.get("num_experts", 1)
+    return count * (1 - (1 - shape.get("num_experts_per_tok", 1) / count) ** num_tokens)
+
+
 def attention_seconds(count: int, query_len: int, context: int, block_size: int = 64, shuffled: bool = True) -> float:
     """Time of one paged_attention call for `count` sequences, from a graph of calls on several pools. Together the
     pools exceed the L2 cache, as the layers of a model do."""
@@ -241,7 +255,7 @@ def attention_seconds(count: int, query_len: int, context: int, block_size: int 
     q = torch.randn(count * query_len, NUM_HEADS, HEAD_DIM, **options)
     lens = torch.full((count,), context, device="cuda", dtype=torch.int32)
     starts = torch.arange(0, len(q) + 1, query_len, device="cuda", dtype=torch.int32)
-    query_tile = kernel.tokens_per_tile(NUM_HEADS // NUM_KV_HEADS, HEAD_DIM, torch.bfloat16, q.device)
+    query_tile = kernel.tokens_per_tile(NUM_HEADS // NUM_KV_HEADS, HEAD_DIM, block_size, q.dtype, q.dtype, q.device)
     tiles = kernel.make_query_tiles([query_len] * count, [context] * count, query_tile).cuda()
 
     def every_layer() -> None:
@@ -376,16 +390,21 @@ def decode_ms(llm: LLM, batch: int, context: int, steps: int = 50) -> float:
 
 def decode(limits: Limits, quick: bool, shape: str = "0.6B", batches: Iterable[int] = (1, 8, 64, 256),
            **options: Any) -> None:
-    """ms per decode step from a context of 512 on, and 32 prompts of 8,000 tokens: their decode step, and prefill."""
-    sizes, llm = SHAPES[shape], random_llm(SHAPES[shape], max_model_len=9000, **options)
-    label = " ".join([shape, *options.values()])
+    """ms per decode step from a context of 512 on, and 32 prompts of 8,000 tokens: their decode step, and prefill, also
+    of many short prompts."""
+    llm = random_llm(SHAPES[shape], max_model_len=9000, **options)
+    decode_rows(limits, llm, " ".join([shape, *options.values()]), SHAPES[shape], batches)
+
+
+def decode_rows(limits: Limits, llm: LLM, label: str, sizes: dict[str, Any], batches: Iterable[int]) -> None:
     for batch, context, steps in (*((batch, 512, 50) for batch in batches), (32, 8000, 20)):
         limit = limits.step_seconds(sizes, [1] * batch, [context + 28] * batch, batch) * 1000  # 28: half-way through
         row(f"{label} decode, batch {batch}, context {context:,}", decode_ms(llm, batch, context, steps), "ms/step",
             limit)
     prefill_rate(llm, 4, 8000)  # warm up
-    limit = 32 * 8000 / limits.step_seconds(sizes, [8000] * 32, [8000] * 32, 32)
-    row(f"{label} prefill, 32 x 8,000", prefill_rate(llm, 32, 8000), "tokens/s", limit)
+    for batch, context in ((32, 8000), (256, 512)):
+        limit = batch * context / limits.step_seconds(sizes, [context] * batch, [context] * batch, batch)
+        row(f"{label} prefill, {batch} x {context:,}", prefill_rate(llm, batch, context), "tokens/s", limit)
 
 
 SHARED = {  # samples, prompts, tokens that a prompt has in common with the others of its group, its own; groups
@@ -413,8 +432,12 @@ def shared(limits: Limits, quick: bool) -> None:
 
 def workload(limits: Limits, shape: str, **options: Any) -> None:
     llm = random_llm(SHAPES[shape], max_model_len=4096, **options)
-    row(" ".join([shape, *options.values(), "workload 256"]), generate_rate(llm, *workload_256()), "tokens/s",
-        limits.tokens_per_second(SHAPES[shape], *workload_256()), RECORDED)
+    workload_row(limits, llm, " ".join([shape, *options.values()]), SHAPES[shape])
+
+
+def workload_row(limits: Limits, llm: LLM, label: str, sizes: dict[str, Any]) -> None:
+    row(f"{label} workload 256", generate_rate(llm, *workload_256()), "tokens/s",
+        limits.tokens_per_second(sizes, *workload_256()), RECORDED)
 
 
 def throughput(limits: Limits, quick: bool) -> None:
@@ -432,6 +455,29 @@ def large(limits: Limits, quick: bool) -> None:
     workload(limits, "8B")
     decode(limits, quick, "8B", (1, 64, 256), quantization="fp8")
     workload(limits, "8B", quantization="fp8")
+
+
+def experts(limits: Limits, quick: bool) -> None:
+    """Qwen3-30B-A3B's shape; and how many of a layer's 128 experts a decode step reads, on which its limits depend."""
+    shape, llm = SHAPES["30B-A3B"], random_llm(SHAPES["30B-A3B"], max_model_len=9000)
+    decode_rows(limits, llm, "30B-A3B", shape, (1, 8, 64))
+    workload_row(limits, llm, "30B-A3B", shape)
+    for batch in (1, 8, 64, 256):
+        row(f"30B-A3B decode, batch {batch}, experts of a layer", experts_chosen(llm, batch), "of 128",
+            note=f"{experts_read(shape, batch):.1f} if each token chose evenly")
+
+
+def experts_chosen(llm: LLM, batch: int, context: int = 512) -> float:
+    """The number of experts that the tokens of a decode step choose, on average over the layers."""
+    chosen: list[int] = []
+    mixtures = [layer.mlp for layer in llm.runner.model.layers if hasattr(layer.mlp, "router")]
+    hooks = [mlp.router.register_forward_hook(lambda mlp, arguments, _: chosen.append(
+        (arguments[0] @ mlp.weight.T).topk(llm.config.experts["top_k"]).indices.unique().numel())) for mlp in mixtures]
+    with patch.object(llm.runner, "graph_shape", lambda *_: None, create=True):  # a recorded step calls no hooks
+        step_times(llm, random_prompts(1, [context] * batch), 3)
+    for hook in hooks:
+        hook.remove()
+    return statistics.mean(chosen[-2 * len(mixtures):])  # the last steps; those before compute prompts
 
 
 def latency(limits: Limits, quick: bool) -> None:
@@ -472,7 +518,7 @@ def data_parallel(limits: Limits, quick: bool) -> None:
     """Workload 256 once for each GPU, in one engine for all of them, beside one GPU with one. The host's time for a
     step bounds the process: the CPU time of its thread."""
     count = max(2, torch.cuda.device_count())
-    for shape in SHAPES:
+    for shape in ("0.6B", "1.7B", "4B", "8B"):
         (together, host_ms), (alone, _) = rate_and_host_ms(shape, count), rate_and_host_ms(shape, 1)
         row(f"{shape} workload 256 on one GPU", alone, "tokens/s")
         row(f"{shape} workload 256 on each of {count} GPUs", together, "tokens/s",
@@ -671,8 +717,8 @@ def machine() -> str:
 
 
 ANYWHERE: list[Callable[..., None]] = [scheduler, fragmentation, batching, server]
-ON_CUDA: list[Callable[..., None]] = [start, attention, paging, decode, throughput, shared, latency, large, structured,
-                                      drafts, data_parallel, tensor_parallel, parallel_sizes]
+ON_CUDA: list[Callable[..., None]] = [start, attention, paging, decode, throughput, shared, latency, large, experts,
+                                      structured, drafts, data_parallel, tensor_parallel, parallel_sizes]
 QUICK = {"scheduler", "fragmentation", "batching", "server", "attention", "decode"}
 
 

@@ -20,9 +20,8 @@ up with `num_tokens`. When it has, the step samples the next token.
       Scheduler.update     appends the sampled tokens, ends sequences      Scheduler.update_from_output
 
 `Engine` has this loop. On a GPU it plans the next step before it reads the tokens of this one (lookahead). The file is
-plain Python without torch: nanopaged/device/runner.py computes the steps, and nanopaged/api/llm.py has what users call.
-LLM runs these very classes. A rare request has a subclass of Sequence (a grammar, a beam), and a rare option replaces
-the BlockManager or the Scheduler (swapping, drafts).
+plain Python without torch: nanopaged/device/runner.py computes the steps. LLM, which users call, runs these very
+classes. A rare request has a subclass of Sequence, and a rare option replaces the BlockManager or the Scheduler.
 """
 import itertools
 from bisect import bisect_left, insort
@@ -44,9 +43,13 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-# --------------------------------------------------------------------------------------------------
-# Sequence, and what a step computes
-# --------------------------------------------------------------------------------------------------
+class Order(NamedTuple):
+    """A sequence's place in all queues: unique, and smaller is served first."""
+    priority: int
+    arrival: int  # of its request
+    number: int  # in its request
+    delay: int = 0  # that the arrival contains: a server lets other requests go before some samples
+
 
 @dataclass(eq=False)
 class Sequence:
@@ -57,16 +60,21 @@ class Sequence:
         SWAPPED -> RUNNING     admitted: its blocks come back
         any     -> FINISHED    a stop token, max_len, a stop string, abort, error
 
-    `schedule` counts tokens as computed, and the token that a step samples as pending. `update` appends it. The
-    counters of a prompt with the tokens 0 to 7:
+    **Cursors** count from the text's beginning, and each stands in front of the next token. `schedule` moves
+    num_computed_tokens on, and counts the token that the step samples as pending; `update` appends it. A prompt of
+    tokens 0 to 9, whose first block the prefix cache has:
 
-                              admitted   0 to 7 scheduled   token 8 appended   token 8 scheduled
-        num_computed_tokens   0          8                  8                  9
-        num_pending_tokens    0          1                  0                  1
-        num_tokens            8          9                  9                  10
+        a admitted     b 4 to 9 scheduled     c token 10 appended     d token 10 scheduled
+
+        text, block_size 4     | 0   1   2   3 | 4   5   6   7 | 8   9  10  11
+        root                   abcd                                               prefix key of no block
+        num_hit_tokens                         abcd                               found: K and V are not written again
+        prefix_key                             a               bcd                of num_cached_blocks: 1, then 2
+        num_computed_tokens                    a                       bc  d      K and V are there after the steps
+        num_tokens                                                     a   bc  d  with num_pending_tokens: 0 1 0 1
     """
     token_ids: list[int]  # prompt and generated tokens
-    order: tuple  # (priority, arrival, number in its request): unique, smaller is served first
+    order: Order
     max_len: int  # the sequence ends when it has this many tokens, prompt included
     stop_token_ids: frozenset[int] = frozenset()  # tokens that end it
     request_id: str = ""
@@ -76,14 +84,13 @@ class Sequence:
     stop_reason: int | str | None = None  # the stop token or stop string that ended it, or what went wrong
     num_prompt_tokens: int = 0
     num_pending_tokens: int = 0  # tokens that scheduled steps sample, not known yet
-    # Tokens whose K and V are in the KV cache (while SWAPPED: on the host), or will be after the scheduled steps
-    num_computed_tokens: int = 0
-    num_hit_tokens: int = 0  # tokens found at its last admission, whose K and V it never writes
+    num_computed_tokens: int = 0  # whose K and V are in the KV cache (while SWAPPED: on the host) after these steps
+    num_hit_tokens: int = 0  # found at its last admission
     num_cached_tokens: int | None = None  # prompt tokens found at its first admission; None: never admitted
     block_table: list[int] = field(default_factory=list)  # only the BlockManager changes it
     num_cached_blocks: int = 0  # leading blocks that were looked up in the prefix cache, or offered to it
     prefix_key: int | str = ROOT  # of the tokens in those blocks
-    root: int | str = ROOT  # its prefix key of no tokens; with a cache_salt, only requests with the same one share
+    root: int | str = ROOT  # with a cache_salt, which only requests with the same one share
     row: int = -1  # its batch row in the runner's tensors while it runs
     num_sent_blocks: int = -1  # leading entries of its block table that the runner has; -1: the sequence is new there
     finds_prefix: ClassVar[bool] = True  # False: a subclass wants the logits of all prompt tokens
@@ -143,17 +150,6 @@ class Sampled(NamedTuple):
     prompt_logprobs: list[tuple] = []  # (sequence, position, log probabilities of its prompt tokens from there on)
 
 
-class Update(NamedTuple):
-    """What the caller learns of a step that was read."""
-    step: SchedulerOutput
-    sampled: Sampled
-    appended: list[tuple[Sequence, int]]  # the sequences that got a token, and its index in `sampled`
-
-
-# --------------------------------------------------------------------------------------------------
-# BlockManager
-# --------------------------------------------------------------------------------------------------
-
 class PrefixHit(NamedTuple):
     """The leading tokens of a sequence whose K and V the pool has, or will have before the sequence attends."""
     blocks: list[int]
@@ -187,8 +183,7 @@ class BlockManager:
     end is reused before its beginning: an end cannot be found without its beginning.
 
     **Copy-on-write.** Samples of one prompt and beams (nanopaged/features/samples.py, beam.py) also share a block that
-    is not full. A sequence that writes into a block that others hold gets a copy. The last holder
-    writes into the original:
+    is not full. A sequence that writes into a block that others hold gets a copy. The last holder keeps the original:
 
         A's table [ 0 , 1 ]   B's [ 0 , 1 ]       A writes:   [ 0 , 7 ]   [ 0 , 1 ]       B writes into block 1
     """
@@ -221,39 +216,39 @@ class BlockManager:
 
     def allocate(self, seq: Sequence, end: int) -> bool:
         """Extend the block table to cover the text's first `end` tokens; False, taking none, if too few blocks are
-        free. The first token to write may lie in the last block that the table has. If others hold that block, the
-        sequence gets a copy (copy-on-write)."""
+        free. The first token to write may lie in the last block that the table has: that block must be writable."""
         table = seq.block_table
-        first = max(seq.num_computed_tokens, seq.num_hit_tokens)  # K and V that were found are not written again
-        index = first // self.block_size
-        is_there = first < end and index < len(table)
-        must_copy = is_there and self.ref_counts[table[index]] > 1
+        write_from = max(seq.num_computed_tokens, seq.num_hit_tokens)
+        index = write_from // self.block_size
+        has_block = write_from < end and index < len(table)  # the sequence has the first block to write
+        must_copy = has_block and self.ref_counts[table[index]] > 1
         num_missing = max(0, cdiv(end, self.block_size) - len(table))
-        if is_there and not must_copy and table[index] in self.key_of_block:
-            # Only this sequence holds the block, but the prefix cache would still find it by its old tokens. (With
-            # samples: A filled and offered the block, B shared its first half, A ended, and B writes the second half.)
-            self.evict(table[index])
-        if not (num_missing or must_copy):
-            return True
-        if num_missing + must_copy > len(self.free_queue):
+        if (num_missing or must_copy) and num_missing + must_copy > len(self.free_queue):
             return False
-        if must_copy:
-            copy = self._pop_free_block()
-            self.step.copies.append((table[index], copy))
-            self._decref(table[index])
-            table[index] = copy
-            seq.num_sent_blocks = min(seq.num_sent_blocks, index)  # the runner is sent the table from here on again
-        for _ in range(num_missing):
-            table.append(self._pop_free_block())
+        if must_copy or has_block and table[index] in self.key_of_block:
+            self._make_writable(seq, index)
+        if num_missing:
+            table += [self._pop_free_block() for _ in range(num_missing)]
         return True
 
+    def _make_writable(self, seq: Sequence, index: int) -> None:
+        """If others hold this block of the table, the sequence gets a copy (copy-on-write). If none does, the prefix
+        cache must not find the block any more: the tokens that it knows may not be those of this text (samples.py)."""
+        block = seq.block_table[index]
+        if self.ref_counts[block] > 1:
+            seq.block_table[index] = copy = self._pop_free_block()
+            self.step.copies.append((block, copy))
+            self._decref(block)
+            seq.num_sent_blocks = min(seq.num_sent_blocks, index)  # the runner is sent the table from here on again
+        else:
+            self.evict(block)
+
     def cache_full_blocks(self, seq: Sequence) -> None:
-        """Offer for sharing the blocks that the scheduled step fills. Their K and V are not computed yet. But each
-        layer stores the K and V of all sequences before it attends, so a sequence of the same step may share them,
-        too."""
+        """Offer for sharing the blocks that the scheduled step fills. Their K and V are not computed yet. But a layer
+        stores the K and V of all sequences before it attends, so a sequence of the same step may share them, too."""
         if not self.enable_prefix_caching:
             return
-        # With lookahead the last scheduled token has no id yet, so its block waits one step.
+        # With a lookahead the last computed token may be pending. It has no id, so the block that it fills waits.
         size, num_known = self.block_size, min(seq.num_computed_tokens, len(seq.token_ids))
         for index in range(seq.num_cached_blocks, num_known // size):
             key = (seq.prefix_key, tuple(seq.token_ids[index * size:(index + 1) * size]))
@@ -276,8 +271,7 @@ class BlockManager:
         seq.num_sent_blocks = -1
 
     def preempt(self, seq: Sequence) -> Status:
-        """Take the sequence's blocks; return its new status. Its tokens are computed again (recompute), but
-        for those that the prefix cache still has."""
+        """Take the sequence's blocks; its new status. Tokens that are not cached are computed again (recompute)."""
         self.free(seq)
         return Status.WAITING
 
@@ -352,16 +346,6 @@ class BlockManager:
             self.free_queue[block] = None
 
 
-# --------------------------------------------------------------------------------------------------
-# Scheduler
-# --------------------------------------------------------------------------------------------------
-
-def discard(queue: list, seq: Sequence) -> None:
-    index = bisect_left(queue, seq.order, key=by_order)
-    if index < len(queue) and queue[index] is seq:
-        del queue[index]
-
-
 class Scheduler:
     """Decides what each step computes.
 
@@ -370,12 +354,11 @@ class Scheduler:
     the pool runs dry, the last running sequences lose their blocks (preemption), and keep their place in the order.
     Equal priorities are first come, first served: no step leaves a decoding text out for a newer prompt, but an older
     long prompt takes the whole budget before a newer prompt gets any. With priorities a decoding text also waits for
-    more urgent prompts. If there are more decoding texts than the budget has tokens, the later ones wait.
+    more urgent prompts.
 
-    Every accepted sequence can run alone: LLM refuses a prompt that fills the pool, and limits max_len to the
-    pool's tokens. (With a sliding window longer texts fit, see features/swapping.py.) So the first sequence in the
-    order always fits, at the latest after all others are preempted. With equal priorities each sequence is the first in
-    the end.
+    Every accepted sequence can run alone: LLM refuses a prompt that fills the pool, and limits max_len to the pool's
+    tokens. So the first sequence in the order always fits, at the latest after all others are preempted. With equal
+    priorities each sequence is the first in the end.
 
     A and B decode, and C comes with a prompt of 32 tokens: `num_tokens` is [1, 1, 32], all three sample, and the next
     step is [1, 1, 1]. With max_num_batched_tokens 16, C's prompt is cut into chunks instead: [1, 1, 14], [1, 1, 14],
@@ -424,12 +407,14 @@ class Scheduler:
 
     def _admit(self, turn: int, step: SchedulerOutput) -> bool:
         """Admit the first waiting sequence, preempting later ones if it needs a batch row or blocks. False: it goes on
-        waiting, because it was preempted in this step, or earlier ones hold too many blocks or all rows."""
+        waiting, because earlier ones hold too many blocks or all rows."""
         seq = self.waiting[0]
-        if seq in step.preempted or seq.num_pending_tokens:  # it returns in a later step, when all its tokens are read
+        # Preempted in this step: the sequence that needed its row or its blocks has them, so it would not fit.
+        # Preempted before: it waits until its pending tokens are read, because computing it again needs their ids.
+        if seq in step.preempted or seq.num_pending_tokens:
             return False
         while len(self.running) >= self.max_num_seqs or not self.block_manager.admit(seq):
-            if len(self.running) == turn:
+            if len(self.running) == turn:  # all that run have got their tokens
                 return False
             self._preempt(step)
         del self.waiting[0]
@@ -450,8 +435,9 @@ class Scheduler:
         return True
 
     def _preempt(self, step: SchedulerOutput) -> Sequence:
-        """Take the blocks of the last running sequence. Its tokens are kept."""
-        seq = self.running[-1]  # never one that already got tokens in this step: those are before `turn`
+        """Take the blocks of the last running sequence. Its tokens are kept. It has got none to compute in this step:
+        those that have are running[:turn], where `_admit` stops, and `_make_room` stops at running[turn]."""
+        seq = self.running[-1]
         seq.status = self.block_manager.preempt(seq)
         self._remove(seq)
         self.add(seq)
@@ -484,9 +470,8 @@ class Scheduler:
         return appended
 
     def undo(self, step: SchedulerOutput) -> None:
-        """Take back a step that was planned and is not computed. Nothing was written into the blocks that it offered,
-        so they leave the prefix cache. Its sequences lose their blocks and start over, and so do those that it
-        preempted (with swapping, their blocks were not moved to the host)."""
+        """Take back a step that is not computed. Nothing was written into the blocks that it offered, so they leave the
+        prefix cache. Its sequences, and those that it preempted, lose their blocks and start over."""
         for block in step.cached:
             self.block_manager.evict(block)
         for seq, position in zip(step.sampled, step.positions):
@@ -509,16 +494,14 @@ class Scheduler:
         self._remove(seq)
 
     def _remove(self, seq: Sequence) -> None:
-        discard(self.running, seq)
-        discard(self.waiting, seq)
+        for queue in (self.running, self.waiting):
+            index = bisect_left(queue, seq.order, key=by_order)
+            if index < len(queue) and queue[index] is seq:
+                del queue[index]
         if seq.row >= 0:
             self.free_rows.append(seq.row)
             seq.row = -1
 
-
-# --------------------------------------------------------------------------------------------------
-# The step, and lookahead
-# --------------------------------------------------------------------------------------------------
 
 class Engine:
     """The step loop. runner.launch(step) starts a step on the device and returns a function, which waits for the step
@@ -534,19 +517,12 @@ class Engine:
     When step 2 is planned, the tokens that step 1 samples are pending: counted, but not known on the host. They stay on
     the device, where step 2 finds them. For a sequence that turns out to be finished, one token was computed in vain.
     Its blocks are freed at once, although a launched step still writes into one of them. That is safe: a step that
-    reuses the block is launched later, and the device runs steps in order. A lookahead of 2 would not keep the device
-    busier. The counters of a prompt with the tokens 0 to 7:
-
-                              admitted   0 to 7 scheduled   8 scheduled   8 appended   9 scheduled
-        num_computed_tokens   0          8                  9             9            10
-        num_pending_tokens    0          1                  2             1            2
-        num_tokens            8          9                  10            10           11
-    """
+    reuses the block is launched later, and the device runs steps in order."""
 
     def __init__(self, scheduler: Scheduler, runner: Any, lookahead: int = 0):
         self.scheduler, self.runner, self.lookahead = scheduler, runner, lookahead
         self.launched: deque[tuple[SchedulerOutput, Callable[[], Sampled]]] = deque()  # not read yet, the oldest first
-        self.updates: deque[Update] = deque()  # of the steps that were read, for the caller to take
+        self.updates: deque[tuple] = deque()  # for the caller: (step, Sampled, the result of Scheduler.update)
 
     def step(self) -> bool:
         """Launch a step, and read as many as must be read before the next one is planned. False: nothing was launched
@@ -577,14 +553,14 @@ class Engine:
     @property
     def must_read(self) -> bool:
         """Whether a launched step must be read before the next one is planned."""
-        return len(self.launched) > self.lookahead or not all(step.may_plan_ahead for step, _ in self.launched)
+        return len(self.launched) > self.lookahead or bool(self.launched) and not self.launched[-1][0].may_plan_ahead
 
     def update(self) -> None:
         """Read the oldest launched step and append its tokens. If reading fails, the step stays the oldest one."""
         step, read = self.launched[0]
         sampled = read()  # waits for the device
         self.launched.popleft()
-        self.updates.append(Update(step, sampled, self.scheduler.update(step, sampled)))
+        self.updates.append((step, sampled, self.scheduler.update(step, sampled)))
 
     @property
     def is_idle(self) -> bool:

@@ -9,7 +9,8 @@ share one architecture. Each token is a vector x of hidden_size numbers, and eve
 The running x is the **residual stream**. `ModelConfig` holds the switches: LayerNorm or RMSNorm, learned positions or
 rope (`rotate` in kernel.py), biases or none, an MLP with or without a gate, the number of query heads that share a kv
 head. The decoder never asks for a family by name; `nanopaged/weights/families.py` translates each family's config.json
-and tensor names. Each layer writes the new tokens' K and V into the cache before its attention reads it.
+and tensor names, and `build.py` there loads the tensors. Each layer writes the new tokens' K and V into the cache
+before its attention reads it.
 
 **Prefill and decode.** Prefill computes the tokens of a prompt together. Decode computes one token of each sequence
 per step: the last sampled one, whose K and V are not in the cache yet. Decode fills one slot in every layer:
@@ -27,10 +28,9 @@ its sequences, which is why an engine batches.
 
 Shapes: T = number of tokens, D = hidden_size, H = num_heads, KV = num_kv_heads.
 """
-import re
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Callable, Iterable, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -54,8 +54,8 @@ class Batch:
         query_start_loc    0   1   2               6
         seq_lens           7   5   4
 
-    In a layer, only attention knows of sequences. It takes the queries of sequence i from the rows query_start_loc[i]
-    up to query_start_loc[i + 1], and its keys through row i of the block tables.
+    In a layer, only attention knows of sequences. It takes the queries of sequence i from query_start_loc[i] up to
+    query_start_loc[i + 1], and its keys through block_tables[i].
     """
     input_ids: Tensor  # [T]
     positions: Tensor  # [T] each token's position in its sequence
@@ -63,7 +63,7 @@ class Batch:
     block_tables: Tensor  # [num_seqs, max_blocks] int32: logical block -> block id, the same id in every layer
     seq_lens: Tensor  # [num_seqs] int32: tokens in the cache after this step
     query_start_loc: Tensor  # [num_seqs + 1] int32
-    logits_indices: Tensor | None  # rows whose logits are read: first the last rows of those that sample; None: all
+    logits_indices: Tensor | None  # tokens whose logits are read; None: all. First the last of each that samples
     hints: dict[str, Any]  # more arguments of attention: for Triton's, and for rectangles.py and last_layer.py
 
 
@@ -100,6 +100,7 @@ class ModelConfig:
     ropes: list[dict[str, Any]] = field(default_factory=list)  # each: rope_theta, rope_type, that type's parameters
     layer_ropes: list[int] = field(default_factory=list)  # of each layer: its place in ropes, -1: no rope; []: all 0
     sliding_windows: list[int] = field(default_factory=list)  # of each layer; 0: a token sees itself and all before it
+    experts: dict[str, Any] = field(default_factory=dict)  # those of nanopaged/features/experts.py; {}: none
     torch_dtype: torch.dtype = torch.float32
     fp8: str | None = None  # the checkpoint's matrices are FP8, with a scale for each "channel" or "block"
     names: dict[str, str] = field(default_factory=dict)  # our module names -> the checkpoint's, where they differ
@@ -163,13 +164,12 @@ class Layer(nn.Module):
             self.q_norm, self.k_norm = Norm(c, c.num_heads * c.head_dim), Norm(c, c.num_kv_heads * c.head_dim)
         self.o_proj = m.residual_linear(c.num_heads * c.head_dim, c.hidden_size, bias=c.o_bias)
         self.post_attention_layernorm, self.mlp_post_norm = pre_norm(), post_norm()
-        self.gate_up_proj = m.linear(c.hidden_size, c.intermediate_size * (2 if c.gated_mlp else 1), bias=c.mlp_bias)
-        self.down_proj = m.residual_linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
+        self.mlp = m.mlp(c, index, m)
 
     def forward(self, x: Tensor, rope: Tensor | None, batch: Batch, cache: LayerCache, kernels: Kernels) -> Tensor:
         """[T, D] -> [T, D]"""
         x = x + self.attention(self.input_layernorm(x), rope, batch, cache, kernels)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        return x + self.mlp_post_norm(self.mlp(self.post_attention_layernorm(x)))
 
     def attention(self, x: Tensor, rope: Tensor | None, batch: Batch, cache: LayerCache, kernels: Kernels) -> Tensor:
         """Write the K and V of all tokens into their slots, then attend through the block tables: [T, D] -> [T, D]."""
@@ -188,11 +188,6 @@ class Layer(nn.Module):
                               v_scale=v_scale, **batch.hints)  # [T, H, head_dim], like q
         return self.attention_post_norm(self.o_proj(o.flatten(1)))
 
-    def mlp(self, x: Tensor) -> Tensor:
-        """[T, D] -> [T, D]"""
-        x = activate(self.gate_up_proj(x), self.config.activation, self.config.gated_mlp)
-        return self.mlp_post_norm(self.down_proj(x))
-
 
 class LastLayer(Layer):
     """Returns only the rows whose logits are read, [rows, D]: as a rule the last row of each sequence that samples. The
@@ -201,6 +196,19 @@ class LastLayer(Layer):
     def forward(self, x: Tensor, rope: Tensor | None, batch: Batch, cache: LayerCache, kernels: Kernels) -> Tensor:
         x = super().forward(x, rope, batch, cache, kernels)
         return x if batch.logits_indices is None else x.index_select(0, batch.logits_indices)
+
+
+class MLP(nn.Module):
+    """Two matrix products with a nonlinearity between them: [T, D] -> [T, D]."""
+
+    def __init__(self, config: ModelConfig, index: int, modules: "Modules") -> None:
+        super().__init__()
+        self.config, c, m = config, config, modules
+        self.gate_up_proj = m.linear(c.hidden_size, c.intermediate_size * (2 if c.gated_mlp else 1), bias=c.mlp_bias)
+        self.down_proj = m.residual_linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(activate(self.gate_up_proj(x), self.config.activation, self.config.gated_mlp))
 
 
 class Embedding(nn.Module):
@@ -252,6 +260,7 @@ class Modules(NamedTuple):
     embedding: type[Embedding] = Embedding
     layer: type[Layer] = Layer
     last_layer: type[Layer] = LastLayer
+    mlp: Callable[..., nn.Module] = MLP  # of a layer; also many small ones (nanopaged/features/experts.py)
     norm: type[Norm] = Norm
     linear: Callable[..., Linear] = Linear
     residual_linear: Callable[..., Linear] = Linear  # o_proj and down_proj: results are added to the residual stream
@@ -273,55 +282,3 @@ def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
         return ACTIVATIONS[activation](x)
     gate, up = x.chunk(2, dim=-1)
     return ACTIVATIONS[activation](gate) * up
-
-
-# --------------------------------------------------------------------------------------------------
-# Weights
-# --------------------------------------------------------------------------------------------------
-
-PREFIXES = r"((model|language_model|transformer|decoder)\.)*"  # of a checkpoint's names, before the decoder's own
-
-
-@torch.no_grad()
-def load_weights(model: Transformer, tensors: Iterable[tuple[str, Tensor]],
-                 part: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor) -> None:
-    """Copy a checkpoint's (name, tensor) pairs into the model, one at a time. part: what this model needs of a tensor;
-    all of it, unless several GPUs share the model. ValueError: a tensor is missing, or has another shape than
-    config.json implies."""
-    config = model.config
-    targets = {theirs: target for name, parameter in model.named_parameters()
-               for theirs, target in checkpoint_tensors(name, parameter, config).items()}
-    missing = set(targets)
-    embed = config.names.get("embed_tokens", "embed_tokens") + ".weight"
-    for name, tensor in tensors:
-        bare = re.sub(f"^{PREFIXES}", "", name)
-        if bare == "lm_head.weight" and config.tie_word_embeddings and embed in missing:
-            bare = embed  # one matrix, which safetensors' save_model stores as the head only
-        if bare not in targets:  # a buffer such as GPT-2's causal mask, or that matrix once more
-            continue
-        missing.discard(bare)
-        target = targets[bare]
-        if config.transposed and tensor.dim() == 2 and bare.startswith(config.names["layers"] + "."):
-            tensor = tensor.T
-        if not tensor.is_floating_point():
-            raise ValueError(f"tensor {name} has the type {tensor.dtype}; weights must be floating-point numbers")
-        tensor = part(bare, tensor)
-        if tensor.shape != target.shape:
-            raise ValueError(f"tensor {name} has shape {list(tensor.shape)}; config.json implies {list(target.shape)}")
-        target.copy_(tensor)
-    if missing:
-        raise ValueError(f"the checkpoint lacks {len(missing)} tensor(s) that config.json implies, "
-                         f"the first being {min(missing)!r}")
-
-
-def checkpoint_tensors(name: str, parameter: Tensor, config: ModelConfig) -> dict[str, Tensor]:
-    """The checkpoint's tensors that make up our parameter `name`: {tensor name: the rows that it fills}."""
-    *path, module, kind = name.split(".")
-    rows = {module: parameter}
-    if module == "qkv_proj":
-        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        rows = dict(zip(("q_proj", "k_proj", "v_proj"), parameter.split([q, kv, kv])))
-    elif module == "gate_up_proj" and config.gated_mlp:
-        rows = dict(zip(("gate_proj", "up_proj"), parameter.chunk(2)))
-    return {".".join(config.names.get(word, word) for word in (*path, part, kind)): target
-            for part, target in rows.items()}

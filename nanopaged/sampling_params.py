@@ -1,12 +1,11 @@
 """The settings of a request: the sampling of its tokens, and the conditions that end its text. A value out of range
 raises ValueError, in one sentence."""
 import copy
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, fields
 from numbers import Integral, Real
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any
 
 from nanopaged.inputs import MOST_TOKENS, always, between, check_fields, check_number, checked, refuse_unknown, settings
 
@@ -57,45 +56,6 @@ class StructuredOutputsParams:
         if len(given) != 1:
             raise ValueError("structured outputs are one of json, regex, choice, grammar and json_object, not "
                              f"{', '.join(given) or 'none of them'}")
-
-    @property
-    def source(self) -> tuple[str, str]:
-        """llguidance's name for the kind, and the grammar as text. ValueError if json is no JSON."""
-        if self.choice is not None:
-            # A terminal of its own: thousands of choices as alternatives of a rule are beyond llguidance's limits.
-            return "lark", f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, self.choice))}"
-        if self.regex is not None:
-            return "regex", self.regex
-        if self.grammar is not None:
-            return "grammar" if "::=" in self.grammar else "lark", self.grammar
-        schema = {"type": "object"} if self.json is None else self.json
-        try:
-            text = schema if isinstance(schema, str) else json.dumps(schema)
-            if self.disable_additional_properties and '"properties"' in text and '"allOf"' not in text:
-                text = json.dumps(_close_objects(json.loads(text)))
-        except (ValueError, TypeError, RecursionError) as problem:
-            raise ValueError(f"structured_outputs cannot be used: json is no JSON ({problem})") from None
-        return "json", text
-
-
-def _close_objects(schema: Any) -> Any:
-    """The schema with additionalProperties false in each object that has properties and does not say it."""
-    if isinstance(schema, list):
-        return [_close_objects(part) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    closed = {}
-    for key, value in schema.items():
-        if key in ("properties", "patternProperties", "$defs", "definitions") and isinstance(value, dict):
-            value = {name: _close_objects(part) for name, part in value.items()}
-        elif key in ("items", "prefixItems", "additionalProperties") \
-                or key in ("anyOf", "oneOf") and "properties" not in schema:
-            value = _close_objects(value)
-        closed[key] = value
-    others = {"additionalProperties", "unevaluatedProperties", "patternProperties", "anyOf", "oneOf", "$ref"}
-    if "properties" in schema and others.isdisjoint(schema):
-        closed["additionalProperties"] = False
-    return closed
 
 
 @settings
@@ -293,13 +253,18 @@ class BeamSearchParams:
         check_fields(self)
 
 
-class SequenceSampling(NamedTuple):
-    """The sampling settings of a sequence, for the runner; the scheduler does not read them."""
-    params: SamplingParams
-    seed: int = 0  # sample j of a request with seed s has seed s + j
-    num_logprobs: int | None = None  # return the log probability of each sampled token and of this many best; -1: all
-    num_prompt_logprobs: int | None = None  # the same for each prompt token
+class SequenceSampling:
+    """The sampling settings of a sequence, for the runner; the scheduler does not read them.
 
-    @property
-    def wants_logprobs(self) -> bool:
-        return self.num_logprobs is not None or self.num_prompt_logprobs is not None
+    seed: sample j of a request with seed s has seed s + j
+    num_logprobs: return the log probability of each sampled token and of this many best; -1: of all; None: none
+    num_prompt_logprobs: the same for each prompt token
+    """
+
+    def __init__(self, params: SamplingParams, seed: int = 0, num_logprobs: int | None = None,
+                 num_prompt_logprobs: int | None = None):
+        self.params, self.seed = params, seed
+        self.num_logprobs, self.num_prompt_logprobs = num_logprobs, num_prompt_logprobs
+        # Computed once, because each step asks
+        self.is_greedy, self.has_filter = params.is_greedy, params.has_filter
+        self.wants_logprobs = num_logprobs is not None or num_prompt_logprobs is not None

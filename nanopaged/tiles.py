@@ -31,6 +31,8 @@ TILE_M = 64  # elsewhere
 WIDE_TILE_M = 32  # for heads of more than WIDE_ROW bytes
 WIDE_ROW = 256  # bytes of one head of one token: head_dim 128 in 16 bits
 LARGE_SHARED_MEMORY = 200 * 1024  # bytes; a device with more is a Hopper or later
+HOPPER_TILE_M = 128  # of the kernel that only Hopper runs
+HOPPER_BLOCK_SIZE = 64  # half of its tile of keys
 MIN_DECODE_COLUMNS = 8  # what a tensor core multiplies at once, see `_decode_tile` in kernel.py
 # Columns of a tile of queries that attend to common blocks: (sequence, query head) pairs.
 MIN_PREFIX_COLUMNS, MAX_PREFIX_COLUMNS = 16, 64
@@ -150,6 +152,17 @@ def prefill_config(group: int, head_dim: int, dtype: torch.dtype, device: torch.
     return tile_config("prefill", group, head_dim, dtype.itemsize, shared_memory(device))
 
 
+def fits_hopper(group: int, head_dim: int, block_size: int, dtype: torch.dtype, cache_dtype: torch.dtype,
+                device: torch.device) -> bool:
+    """Whether the prefill kernel that only Hopper runs is made for this model. Its tile of queries has room for groups
+    of a power of two. Other groups are padded, which pays with 7 query heads per kv head, and with 3, 5 or 6 does not.
+    """
+    padded = next_power_of_2(group)
+    return (has_dependent_launch(device) and torch.cuda.get_device_capability(device) == (9, 0)
+            and cache_dtype == dtype and dtype.itemsize == 2 and head_dim in (64, 128)
+            and block_size == HOPPER_BLOCK_SIZE and padded <= HOPPER_TILE_M // 2 and 8 * group >= 7 * padded)
+
+
 def decode_config(num_contexts: int, sharing: int, group: int, head_dim: int, dtype: torch.dtype,
                   cache_dtype: torch.dtype, device: torch.device) -> dict[str, int]:
     """`tile_config` of a decode launch with `sharing` programs per context."""
@@ -203,20 +216,21 @@ def programs_per_context(num_contexts: int, num_splits: int) -> int:
     return min(num_splits, max(MIN_SHARING, cdiv(WANTED_PROGRAMS, num_contexts)))
 
 
-def tokens_per_tile(group: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Query tokens in a tile of prefill, as `make_query_tiles` needs it."""
-    return prefill_config(group, head_dim, dtype, device)["TILE_M"] // group
-
-
 def make_query_tiles(query_lens: list[int], seq_lens: list[int], tokens_per_tile: int) -> torch.Tensor:
     """Prefill's work list, [n, 2] int32 on the CPU: (sequence, tile of its queries), longest context first.
 
-    A tile takes as long as its context is. Started first, the longest does not run alone at the end. Sequences with
-    one new token belong to the decode launch.
+    A tile takes as long as its context is. Started first, the longest does not run alone at the end. Of contexts that
+    differ by less than an eighth or so, those of one sequence stand together, because the L2 cache has no room for the
+    K and V of several long sequences. Sequences with one new token belong to the decode launch.
     """
+    def rank(entry: tuple[int, int]) -> tuple[int, int, int]:
+        seq, tile = entry
+        context = seq_lens[seq] - query_lens[seq] + (tile + 1) * tokens_per_tile
+        digits = max(0, context.bit_length() - 4)  # all binary digits but the first four
+        return -(8 * digits + (context >> digits)), seq, -tile
+
     tiles = [(seq, tile) for seq, n in enumerate(query_lens) if n > 1 for tile in range(cdiv(n, tokens_per_tile))]
-    tiles.sort(key=lambda entry: query_lens[entry[0]] - seq_lens[entry[0]] - entry[1] * tokens_per_tile)
-    return torch.tensor(tiles, dtype=torch.int32).view(-1, 2)
+    return torch.tensor(sorted(tiles, key=rank), dtype=torch.int32).view(-1, 2)
 
 
 def widest_window(config: Any) -> int:

@@ -41,7 +41,7 @@ REQUESTS: dict[str, Callable[["Core", SamplingParams], object]] = {
 class Core:
     """Reads requests, adds and aborts them, and computes steps."""
     prompt_logprobs_values = 2**23  # log probabilities that a step computes at most for a prompt
-    metrics_of: Callable[[list], Any] = staticmethod(lambda sequences: None)  # a request's RequestOutput.metrics
+    metrics_of: Callable[[list], Any] | None = None  # its sequences -> a request's RequestOutput.metrics
 
     def __init__(self, options: SimpleNamespace) -> None:
         """options: those of LLM, checked"""
@@ -143,8 +143,8 @@ class Core:
         for j in range(params.n):
             sampling = SequenceSampling(params, wrap_int64(seed + j), params.logprobs,
                                         None if j else params.prompt_logprobs)
-            sequences.append(make(list(token_ids), (priority, arrival, j), max_len, stop, str(arrival), sampling,
-                                  root=cache_salt or engine.ROOT))
+            sequences.append(make(list(token_ids), engine.Order(priority, arrival, j), max_len, stop, str(arrival),
+                                  sampling, root=cache_salt or engine.ROOT))
         for one in features:
             one.start(self, params, sequences)
         return sequences

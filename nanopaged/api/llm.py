@@ -73,6 +73,7 @@ class LLM(Core):
             self.abort(*self.requests)
             self.lock.is_closed = True
             self.engines.clear()  # the router has the same list
+            self.shortages.clear()
             del self.engine, self.runner, self.runners
             torch.cuda.empty_cache()  # if there is one; torch would keep it for later allocations of this process
 

@@ -26,7 +26,7 @@ class Request:
     """A prompt with its n sequences, from its check until all of them have finished."""
 
     def __init__(self, prompt: str | None, sequences: list[engine.Sequence], scheduler: Any, tokenizer: Any,
-                 counts: Counts, metrics_of: Callable[[list], Any]) -> None:
+                 counts: Counts, metrics_of: Callable[[list], Any] | None) -> None:
         self.prompt, self.sequences, self.scheduler, first = prompt, sequences, scheduler, sequences[0]
         self.counts, self.metrics_of = counts, metrics_of
         self.request_id, self.params = first.request_id, first.sampling.params
@@ -85,14 +85,14 @@ class Request:
         self.new_prompt_logprobs.clear()
         return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, self.finished,
                              self.sequences[0].num_cached_tokens or 0, self.prompt_logprobs and [*self.prompt_logprobs],
-                             metrics=self.metrics_of(self.sequences))
+                             metrics=self.metrics_of and self.metrics_of(self.sequences))
 
 
 class _Sample:
     """One sequence of a request: its text and its log probabilities so far."""
 
     def __init__(self, seq: engine.Sequence, tokenizer: Any) -> None:
-        self.index, self.seq, self.tokenizer = seq.order[2], seq, tokenizer
+        self.index, self.seq, self.tokenizer = seq.order.number, seq, tokenizer
         params = self.params = seq.sampling.params
         self.text = ""
         self.num_counted = self.num_read = 0  # generated tokens that are in the engine's Counts, and in the text

@@ -1,4 +1,4 @@
-"""Rows: what the device keeps of each running sequence.
+"""Batch rows: what the device keeps of each running sequence.
 
 While a sequence runs it has a batch row: its block table, its last token, its sampling settings. A step sends the
 changed entries of its rows as one message of integers. The sampled tokens stay on the device, too. With a lookahead
@@ -38,16 +38,14 @@ class Rows:
         blocks: list[int] = []
         new: list[engine.Sequence] = []
         for seq in seqs:
-            # Its table has entries to send: all, if it is new in its row, or some, if it grew or copied a block. Then
-            # its settings are there already.
+            # All entries, if it is new in its row, or those that changed since. Then its settings are there already.
             if seq.num_sent_blocks < len(seq.block_table):
                 if seq.num_sent_blocks < 0:
                     seq.num_sent_blocks = 0
                     new.append(seq)
                 first = seq.row * width
                 cells += range(first + seq.num_sent_blocks, first + len(seq.block_table))
-                # -1: behind the sliding window, and masked
-                blocks += [max(block, 0) for block in seq.block_table[seq.num_sent_blocks:]]
+                blocks += [max(block, 0) for block in seq.block_table[seq.num_sent_blocks:]]  # -1: behind the window
                 seq.num_sent_blocks = len(seq.block_table)
         self.sent = cells, blocks
         self.write(cells, blocks, new)

@@ -8,7 +8,7 @@ The engine thinks in sequences and block ids. `launch` gets a SchedulerOutput an
     sample            one token for each sequence that has caught up
 
 and returns a `LaunchedStep` (transfer.py), which the engine calls for the tokens. While a sequence runs it has a
-**batch row** in tensors that stay on the device (rows.py). A step sends what changed in its rows, and its new tokens.
+**batch row**, its index in the tensors that stay on the device (rows.py). A step sends new tokens and changed entries.
 
 This file is the plain path: `python engine.py --enforce-eager --attention torch --prompt "ROMEO:"`. Other parts
 replace it (those with a * unless enforce_eager is given):
@@ -16,7 +16,7 @@ replace it (those with a * unless enforce_eager is given):
     plain part                replacement                                         when
     Runner *                  GraphRunner: recorded steps, and a lookahead of 1   a GPU with Triton
     modules of model.py *     ones with small kernels (fused.py)                  a GPU with Triton
-    the last Layer *          one that skips rows (last_layer.py)                 always
+    the last Layer *          one that skips tokens (last_layer.py)                 always
     attention in torch *      one call for each query length (rectangles.py)      attention in torch
     Runner                    one that computes a part of the model (parallel.py) tensor_parallel_size
     StepInput, Scheduler      ones with drafts (features/drafts.py)               speculative_config
@@ -29,11 +29,11 @@ plain sampling is in features/edits.py (edited logits), grammar.py and logprobs.
 import gc
 import weakref
 from collections import namedtuple
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future
 from contextlib import nullcontext
-from functools import partial
-from typing import Any, ContextManager
+from functools import cached_property, partial
+from typing import Any, Callable, ContextManager
 
 import torch
 from torch import Tensor
@@ -42,9 +42,9 @@ from nanopaged import engine, kernel, model
 from nanopaged.device import choices, transfer
 from nanopaged.device.pool import Pool
 from nanopaged.device.rows import Rows
-from nanopaged.device.sampler import LogitsStep, SamplingNeeds, pick, sample
+from nanopaged.device.sampler import SamplingNeeds, pick, sample
 from nanopaged.device.step_input import StepInput
-from nanopaged.device.transfer import LaunchedStep, on_its_device
+from nanopaged.device.transfer import ForwardPass, LaunchedStep, on_its_device
 from nanopaged.weights.build import build_model
 
 # StepInput.lists on the device, int32
@@ -56,7 +56,7 @@ class Runner:
     """A model on a device, with its KV pool. It is made in steps (api/assemble.py): the constructor checks the options,
     `load` builds the model, `trial.allocate_pool` makes the pool. Raises ValueError for impossible options.
 
-    options: those of LLM; fp8: matrices are in 8 bits; num_more_rows: of logits, besides one for each sequence
+    options: those of LLM; fp8: matrices are in 8 bits; num_more_rows: logit rows besides one for each sequence
     """
     lookahead = 0  # steps that may be launched before the previous step's tokens are read
     num_ranks = 1  # GPUs that share the model
@@ -73,7 +73,7 @@ class Runner:
         self.max_model_len = options.max_model_len or config.max_position_embeddings
         self.max_num_seqs, self.max_num_batched_tokens = options.max_num_seqs, options.max_num_batched_tokens
         self.warm_up = options.warm_up  # record all steps before the first request (features/graphs.py)
-        self.max_num_samples = min(self.max_num_seqs + num_more_rows,  # rows of logits in a step (more: of drafts)
+        self.max_num_samples = min(self.max_num_seqs + num_more_rows,  # logit rows in a step (more: of drafts)
                                    max(self.max_num_seqs, self.max_num_batched_tokens))
         # On a GPU a tile of the kernel should lie within one block; a CPU gathers slots, and small blocks share more.
         self.block_size = options.block_size or (64 if device.type == "cuda" else 16)
@@ -85,10 +85,8 @@ class Runner:
         block_shape = self.block_size, config.num_kv_heads, config.head_dim
         self.pool = Pool(config.num_layers, block_shape, self.kv_dtype, device)
         self.rows = self._make_rows()
-        group = config.num_heads // config.num_kv_heads
-        self.tokens_per_tile = kernel.tokens_per_tile(group, config.head_dim, self.dtype, device)  # in prefill
         self.send = partial(transfer.send, device)
-        self.logits_steps: dict[type[LogitsStep], LogitsStep] = {}
+        self.logits_steps: dict[type, Any] = {}  # see logits.py
         self.compiling: list[Future] = []  # Triton's kernels (features/warmup.py)
         # The last step, if it is sampled late and is not sampled yet; held weakly: a step refers to the runner.
         self.unsampled: weakref.WeakSet[LaunchedStep] = weakref.WeakSet()
@@ -100,8 +98,8 @@ class Runner:
         """Build the model of a checkpoint's tensors."""
         self.model = build_model(self.config, tensors, self.dtype, self.device, self.max_model_len, self.modules)
 
-    def use(self, kind: type[LogitsStep]) -> Any:
-        """The logits step of this class, made when a request first asks for it. Any thread may call this."""
+    def use(self, kind: type) -> Any:
+        """The LogitsStep of this class, made when a request first asks for it. Any thread may call this."""
         if kind not in self.logits_steps:
             self.logits_steps.setdefault(kind, kind(self))
         return self.logits_steps[kind]
@@ -130,62 +128,68 @@ class Runner:
         self.rows.send(step.seqs)
         batch = self.step_input.of(step, self.block_size, self.cascade)
         launched = LaunchedStep(self, step, batch)
-        launched.start(*self._compute(batch, launched.indices, launched.more_rows, launched.needs))
+        launched.start(self._compute(batch, launched.places, launched.more_tokens, launched.needs))
         return launched
+
+    @cached_property
+    def tokens_per_tile(self) -> int:
+        """Of prefill. It may depend on what compiles, so nothing asks for it before that."""
+        c = self.config
+        return kernel.tokens_per_tile(c.num_heads // c.num_kv_heads, c.head_dim, self.block_size, self.dtype,
+                                      self.kv_dtype, self.device)
 
     def wait(self, event: torch.cuda.Event) -> None:
         with self.interruptible():
             event.synchronize()
 
-    def _compute(self, batch: StepInput, sampling_indices: list[int], more_rows: list[int],
-                 needs: SamplingNeeds) -> tuple[Callable[[], Tensor], Tensor]:
-        """Run the forward pass. Returns (sample, logits): `sample()` draws a token for each sequence of
-        sampling_indices. logits [rows, vocab_size]: a row for each of last_rows, then for each of more_rows.
+    def _compute(self, batch: StepInput, sampling_places: list[int], more_tokens: list[int],
+                 needs: SamplingNeeds) -> ForwardPass:
+        """Launch the forward pass. Logits are computed of the last token at each sampling place, and of more_tokens.
 
             sequence             A   C   B
-            flat rows            0   1   2..5     one for each new token
-            sampling_indices     0   1   2        batch places of the sequences that sample, here all three
-            last_rows            0   1   5        the last flat row of each of them
-            sent.rows            4   0   7        batch rows: places in the tensors that stay on the device
+            tokens               0   1   2..5     of the flat batch
+            sampling_places      0   1   2        places of the sequences that sample, here all three
+            logits_indices       0   1   5        tokens whose logits are computed, a logit row for each
+            sent.rows            4   0   7        batch rows: indices into the tensors that stay on the device
         """
-        last_rows = [batch.query_start_loc[i + 1] - 1 for i in sampling_indices]  # of the flat batch
-        *lists, sampling, logits_indices = self.send([*batch.lists, sampling_indices, last_rows + more_rows])
+        last_tokens = [batch.query_start_loc[place + 1] - 1 for place in sampling_places]
+        *lists, places, logits_indices = self.send([*batch.lists, sampling_places, last_tokens + more_tokens])
         sent = StepTensors(*lists)
-        query_tiles = transfer.to_device(self.device, self.query_tiles(batch.num_tokens, batch.seq_lens))
-        inputs = self.make_batch(sent, logits_indices, sampling, max(batch.num_tokens), max(batch.seq_lens),
+        query_tiles = None
+        if self.kernels is kernel.TRITON:
+            work = kernel.make_query_tiles(batch.num_tokens, batch.seq_lens, self.tokens_per_tile)
+            query_tiles = transfer.to_device(self.device, work)
+        inputs = self.make_batch(sent, logits_indices, places, max(batch.num_tokens), max(batch.seq_lens),
                                  batch.num_tokens.count(1), query_tiles, batch.cascade_columns)
         with self.interruptible():
             logits = self.model(inputs, self.kv_cache, self.kernels)
-        if not sampling_indices:
-            return partial(torch.empty, 0, dtype=torch.int64, device=self.device), logits
-        rows, seq_lens = sent.rows.index_select(0, sampling), sent.seq_lens.index_select(0, sampling)
-        return partial(self.sample, logits[:len(sampling)], rows, seq_lens, needs), logits
+        if not sampling_places:
+            return ForwardPass(partial(torch.empty, 0, dtype=torch.int64, device=self.device), logits)
+        rows, seq_lens = sent.rows.index_select(0, places), sent.seq_lens.index_select(0, places)
+        return ForwardPass(partial(self.sample, logits[:len(places)], rows, seq_lens, needs), logits)
 
-    def make_batch(self, sent: StepTensors, logits_indices: Tensor | None, sampling: Tensor | None, max_query_len: int,
-                   max_seq_len: int, num_decodes: int, query_tiles: Tensor, cascade_columns: int = 0) -> model.Batch:
+    def make_batch(self, sent: StepTensors, logits_indices: Tensor | None, sampling_places: Tensor | None,
+                   max_query_len: int, max_seq_len: int, num_decodes: int, query_tiles: Tensor | None,
+                   cascade_columns: int = 0) -> model.Batch:
         input_ids = self.rows.with_last_tokens(sent.input_ids, sent.rows[:num_decodes])
         block_tables = self.rows.block_tables.index_select(0, sent.rows)
         hints = dict(max_query_len=max_query_len, max_seq_len=max_seq_len, num_decodes=num_decodes,
-                     query_tiles=query_tiles, shared={}, sampling_indices=sampling,
+                     query_tiles=query_tiles, shared={}, sampling_places=sampling_places,
                      cascade=(sent.cascade.view(-1, 4), sent.num_common_tokens, cascade_columns)
                      if cascade_columns else None)
         return model.Batch(input_ids, sent.positions, sent.slot_mapping, block_tables, sent.seq_lens,
                            sent.query_start_loc, logits_indices, hints)
 
     def sample(self, logits: Tensor, rows: Tensor, positions: Tensor, needs: SamplingNeeds) -> Tensor:
-        """One token for each row of logits, -1 if the row is unusable. The token (0 in place of -1) becomes the last
-        token of its sequence. positions: the lengths so far."""
+        """One token for each logit row, -1 if that is unusable. The token (0 in place of -1) becomes the last token of
+        its sequence. rows, positions: the batch rows and the lengths of the sequences."""
         for step, plan in needs.plans:
             logits = step(logits, plan, rows, positions)
         tokens = sample(logits, self.rows.settings.index_select(0, rows), positions, needs, self.pick)
         usable = tokens.clamp(min=0)
-        # With drafts a sequence is in `rows` several times, so any of its tokens may be written last. No step reads
+        # With drafts a batch row is in `rows` several times, so any of its tokens may be written last. No step reads
         # that entry: the host reads this step first, and sends the token's id (features/drafts.py).
         self.rows.last_tokens.index_copy_(0, rows.long(), usable.int())
         for step, plan in needs.plans:  # the last thing that can fail: a step whose sampling failed may draw again
             step.drew(usable, plan, rows)
         return tokens
-
-    def query_tiles(self, query_lens: list[int], seq_lens: list[int]) -> Tensor:
-        """The kernel's work list for prompts, on the host."""
-        return kernel.make_query_tiles(query_lens, seq_lens, self.tokens_per_tile)

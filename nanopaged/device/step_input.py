@@ -7,8 +7,8 @@ from nanopaged import engine
 
 @dataclass(slots=True)
 class StepInput:
-    """A step as lists of integers, all sequences one after the other in one flat batch; T tokens of N sequences. (A
-    sequence with drafts counts once for its last token and once for each draft.)
+    """A step as lists of integers: the new tokens of all sequences in one flat batch. T tokens, N places: the **place**
+    of a sequence is its index in the batch. (With drafts it has a place for its last token and one for each draft.)
 
     Sequences with one new token come first, the longest context at the front: Triton's attention has one launch for
     these and one for the others, and the longest context should not run alone at the end. With block_size 4, A (table
@@ -20,14 +20,14 @@ class StepInput:
         slot_mapping      6     24    20  21  22  23        [T]      block_table[position // 4] * 4 + position % 4
         query_start_loc   0     1     2              6      [N + 1]
         seq_lens          7     5     4                     [N]      tokens in the cache after this step
-        rows              4     0     7                     [N]      batch rows: where the device has block tables
+        rows              4     0     7                     [N]      batch rows: where the device has their tables
     """
     seqs: list[engine.Sequence]
-    num_tokens: list[int]  # [N]
+    num_tokens: list[int]  # [N] new ones
     input_ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     slot_mapping: list[int] = field(default_factory=list)  # -1: K and V are in the cache already
-    query_start_loc: list[int] = field(default_factory=lambda: [0])
+    query_start_loc: list[int] = field(default_factory=[0].copy)
     seq_lens: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     num_common_tokens: list[int] = field(default_factory=list)  # of decodes, or empty: see features/cascade.py
@@ -41,22 +41,24 @@ class StepInput:
 
     @classmethod
     def of(cls, step: engine.SchedulerOutput, block_size: int, cascade: Any = None) -> "StepInput":
-        batch, decodes, prompts = cls([], []), list[tuple[engine.Sequence, int]](), list[tuple[engine.Sequence, int]]()
+        decodes, prompts = list[tuple[engine.Sequence, int]](), list[tuple[engine.Sequence, int]]()
         for seq, num_tokens in zip(step.seqs, step.num_tokens):
-            (decodes if cls.has_rows(seq, num_tokens) else prompts).append((seq, num_tokens))
-        decodes.sort(key=lambda pair: -pair[0].num_computed_tokens)  # the scheduler has counted this step's tokens
+            (decodes if cls.is_decode(seq, num_tokens) else prompts).append((seq, num_tokens))
+        # The scheduler has counted this step's tokens as computed: this is the length of the context.
+        decodes.sort(key=lambda decode: decode[0].num_computed_tokens, reverse=True)
+        batch = cls([], [])
         if cascade:
             decodes, batch.cascade, batch.num_common_tokens, batch.cascade_columns = cascade.find(decodes)
-        for seq, num_rows in decodes:
-            for end in range(seq.num_computed_tokens - num_rows + 1, seq.num_computed_tokens + 1):
-                batch._add(seq, 1, end, block_size)
+        for seq, num_tokens in decodes:  # one token; with drafts several, each in a place of its own
+            for seq_len in range(seq.num_computed_tokens - num_tokens + 1, seq.num_computed_tokens + 1):
+                batch._add(seq, 1, seq_len, block_size)
         for seq, num_tokens in prompts:
             batch._add(seq, num_tokens, seq.num_computed_tokens, block_size)
         return batch
 
     @staticmethod
-    def has_rows(seq: engine.Sequence, num_tokens: int) -> bool:
-        """Whether each of the new tokens is a row of its own, and none is part of a chunk."""
+    def is_decode(seq: engine.Sequence, num_tokens: int) -> bool:
+        """Whether each of the new tokens has a place of its own, and none is part of a chunk."""
         return num_tokens == 1
 
     @staticmethod

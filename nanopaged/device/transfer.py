@@ -2,7 +2,8 @@
 from array import array
 from contextlib import nullcontext
 from functools import wraps
-from typing import Any, Callable, ContextManager
+from itertools import chain
+from typing import Any, Callable, ContextManager, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,23 +29,24 @@ def as_current(device: torch.device) -> ContextManager:
 
 def integers(lists: list[list[int]]) -> Tensor:
     """Lists of integers, one after another, as one int32 tensor on the host."""
-    return torch.frombuffer(array("i", [value for part in lists for value in part]), dtype=torch.int32)
+    return torch.frombuffer(array("i", chain.from_iterable(lists)), dtype=torch.int32)
 
 
 def send(device: torch.device, lists: list[list[int]]) -> list[Tensor]:
     """Lists of integers as int32 tensors on the device, in one transfer that the host does not wait for."""
-    return list(to_device(device, integers(lists)).split([len(part) for part in lists]))
+    return list(to_device(device, integers(lists)).split([*map(len, lists)]))
 
 
 def to_device(device: torch.device, tensor: Tensor) -> Tensor:
     """The tensor on the device. The host does not wait for a copy from pinned memory. For a copy from ordinary
     memory it would wait until the step under way ends."""
-    return pinned(tensor, device).to(device, non_blocking=True)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-def pinned(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor in memory from which a copy to this device does not make the host wait."""
-    return tensor.pin_memory() if device.type == "cuda" else tensor
+class ForwardPass(NamedTuple):
+    """A forward pass that is launched."""
+    sample: Callable[[], Tensor]  # launches sampling; returns a token for each place that samples
+    logits: Tensor  # [R, vocab_size]: a logit row for each place that samples, then one for each of more_tokens
 
 
 class LaunchedStep:
@@ -52,33 +54,32 @@ class LaunchedStep:
     would return at once. Steps are called in the order of their launches.
 
     `Runner.launch` calls `start`, and `start` calls `sample`, which launches sampling and the copy of the tokens to the
-    host. (A step that is sampled late is sampled by the next launch, `is_done` or the call: features/grammar.py.) The
-    call restores the scheduler's order.
+    host. (A step that is sampled late is sampled by the next launch, `is_done` or the call: features/grammar.py.)
 
-    indices: batch places of the sequences that sample
-    seqs: these sequences, in batch order
-    more_rows: flat rows whose logits are wanted, too
+    places: places in the batch of the sequences that sample
+    seqs: the sequences there
+    more_tokens: tokens of the flat batch whose logits are wanted, too
     needs: the sampling features that seqs use
     """
 
     def __init__(self, runner: Any, step: engine.SchedulerOutput, batch: StepInput):
-        self.runner, self.sampled, self.device, sampled = runner, step.sampled, runner.device, set(step.sampled)
-        self.indices = [i for i, seq in enumerate(batch.seqs) if seq in sampled]
-        self.seqs = [batch.seqs[i] for i in self.indices]
+        self.runner, self.sampled, self.device, samples = runner, step.sampled, runner.device, set(step.sampled)
+        self.places = [place for place, seq in enumerate(batch.seqs) if seq in samples]
+        self.seqs = [batch.seqs[place] for place in self.places]
         self.logprobs: Any = None
-        if any(seq.sampling.wants_logprobs for seq in batch.seqs):
+        if any([seq.sampling.wants_logprobs for seq in batch.seqs]):
             from nanopaged.features.logprobs import StepLogprobs
             self.logprobs = StepLogprobs(batch, self.seqs)
-        self.more_rows: list[int] = self.logprobs.more_rows if self.logprobs else []
-        self.needs = SamplingNeeds.of(self.seqs, [batch.seq_lens[i] for i in self.indices],
+        self.more_tokens: list[int] = self.logprobs.more_tokens if self.logprobs else []
+        self.needs = SamplingNeeds.of(self.seqs, [batch.seq_lens[place] for place in self.places],
                                       runner.logits_steps.values(), bool(self.logprobs))
-        self.computed: tuple[Callable[[], Tensor], Tensor] | None = None
+        self.forward_pass: ForwardPass | None = None
         self.on_host: list[Tensor] = []
         self.done: torch.cuda.Event | None = None
 
-    def start(self, sample: Callable[[], Tensor], logits: Tensor) -> None:
-        """The forward pass is launched. sample() launches sampling and returns the tokens; logits: of these rows."""
-        self.computed = sample, logits
+    def start(self, forward_pass: ForwardPass) -> None:
+        """The forward pass is launched."""
+        self.forward_pass = forward_pass
         if self.needs.is_late:
             self.runner.unsampled.add(self)
         else:
@@ -89,18 +90,18 @@ class LaunchedStep:
     def sample(self) -> None:
         """Sample, unless that has been done, and start copying the tokens to the host, with log probabilities if they
         are wanted."""
-        if self.computed is None:
+        if self.forward_pass is None:
             return
-        sample, logits = self.computed
-        tensors = [tokens := sample()]
-        self.computed = lambda: tokens, logits  # if a line below fails, a retry must not draw again
+        logits, tokens = self.forward_pass.logits, self.forward_pass.sample()
+        self.forward_pass = ForwardPass(lambda: tokens, logits)  # if a line below fails, a retry must not draw again
+        tensors = [tokens]
         if self.logprobs:
             tensors += self.logprobs.tensors(self.runner.send, tokens, logits)
         self.on_host = [tensor.to("cpu", non_blocking=True, copy=True) for tensor in tensors]  # from a GPU: pinned
         if self.device.type == "cuda":
             self.done = torch.cuda.Event()
             self.done.record(torch.cuda.current_stream(self.device))
-        self.computed = None  # frees the logits
+        self.forward_pass = None  # frees the logits
 
     def is_done(self) -> bool:
         self.sample()
@@ -110,9 +111,11 @@ class LaunchedStep:
         self.sample()
         if self.done is not None:
             self.runner.wait(self.done)
-        place = {seq: i for i, seq in enumerate(self.sampled)}
-        # The scheduler's order. The rows of a sequence with drafts stay in order.
-        order = sorted(range(len(self.seqs)), key=lambda row: place[self.seqs[row]])
+        # The batch has another order than the scheduler. A sequence with drafts is in both several times.
+        logit_rows: dict[engine.Sequence, list[int]] = {}
+        for logit_row, seq in enumerate(self.seqs):
+            logit_rows.setdefault(seq, []).append(logit_row)
+        order = [logit_rows[seq].pop(0) for seq in self.sampled]
         tokens, *more = self.on_host
         ids = tokens[order].tolist()
         return self.logprobs.sampled(ids, more, order) if self.logprobs else engine.Sampled(ids)

@@ -51,8 +51,9 @@ def trial_batch(runner: Runner, query_lens: list[int], logits_indices: Tensor, m
         ids or positions, positions, positions if ids else [-1] * num_tokens, [0, *accumulate(query_lens)],
         query_lens, [runner.max_num_seqs] * len(query_lens),
         [0] * len(query_lens) if columns else [], [0] * 4 if columns else []]))
+    work = tiles.make_query_tiles(query_lens, query_lens, runner.tokens_per_tile)
     return runner.make_batch(sent, logits_indices, None, max(query_lens), max_seq_len, query_lens.count(1),
-                             transfer.to_device(runner.device, runner.query_tiles(query_lens, query_lens)), columns)
+                             transfer.to_device(runner.device, work), columns)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -90,8 +91,9 @@ def largest_steps(runner: Runner) -> tuple[list[int], list[int]]:
 
 
 def peak_of(runner: Runner, query_lens: list[int]) -> int:
-    """The peak memory of a step of this shape, in bytes. The step samples as many rows as possible, once plainly, once
-    with filters and once greedily. (It has no log probabilities and no edited logits, which few requests want.)"""
+    """The peak memory of a step of this shape, in bytes. It samples for as many sequences as possible, once plainly,
+    once with filters and once greedily. (It has no log probabilities and no edited logits, which few requests want.)
+    """
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(runner.device)
     before = torch.cuda.memory_allocated(runner.device)
@@ -126,6 +128,7 @@ def choose_scales(runner: Runner) -> list[tuple[float, float]]:
     ids = torch.randint(c.vocab_size, (length,), generator=torch.Generator().manual_seed(0)).tolist()
     batch = trial_batch(runner, [length], torch.zeros(0, dtype=torch.int64, device=device), length, ids)
     batch.block_tables = torch.arange(num_blocks, dtype=torch.int32, device=device)[None]
+    batch.hints["query_tiles"] = None  # the kernel makes its own: its tile over this cache may be another one
     runner.model(batch, [(k, v, 1.0, 1.0) for k, v in cache], runner.kernels)
     scales = runner.agree([power_of_two_scale(values) for layer in cache for values in layer], largest=True)
     return list(zip(scales[::2], scales[1::2]))

@@ -171,7 +171,7 @@ class BeamSearch:
         self.sequences = [self._new_beam()]  # the live beams, best first
 
     def _new_beam(self) -> BeamSequence:
-        return BeamSequence(list(self.prompt_token_ids), (0, self.arrival, self.free_numbers.pop()),
+        return BeamSequence(list(self.prompt_token_ids), engine.Order(0, self.arrival, self.free_numbers.pop()),
                             len(self.prompt_token_ids) + self.group.max_tokens, request_id=self.request_id,
                             sampling=self.sampling)
 
@@ -237,7 +237,7 @@ class BeamSearch:
         return sum(len(beam.token_ids) for beam in self.group.live + self.group.ended)
 
     def _forget(self, beam: BeamSequence) -> None:
-        self.free_numbers.append(beam.order[2])
+        self.free_numbers.append(beam.order.number)
 
     def output(self) -> RequestOutput:
         """The results of the search, best first."""

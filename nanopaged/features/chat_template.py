@@ -224,8 +224,9 @@ def _run(source: str, variables: dict[str, Any]) -> str:
 def _sandbox() -> Any:
     """The file that needs jinja2, if a safe version is installed."""
     try:
+        import jinja2  # noqa: F401
         found = version("jinja2")
-    except ImportError:  # PackageNotFoundError is one
+    except ImportError:
         raise ValueError("chat templates need the package jinja2, which is missing; `pip install jinja2`") from None
     if tuple(map(int, re.findall(r"\d+", found)[:3])) < (3, 1, 6):
         raise ValueError(f"chat templates are untrusted code, and the sandbox of jinja2 {found} has known escapes; "

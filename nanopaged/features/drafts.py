@@ -214,7 +214,7 @@ class DraftInput(StepInput):
     """A step with drafts: a sequence's last token and its drafts are a row each."""
 
     @staticmethod
-    def has_rows(seq: engine.Sequence, num_tokens: int) -> bool:
+    def is_decode(seq: engine.Sequence, num_tokens: int) -> bool:
         return num_tokens == 1 or bool(drafts_of(seq))
 
     @staticmethod

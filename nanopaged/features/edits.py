@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from nanopaged import engine
-from nanopaged.device.sampler import LogitsStep
+from nanopaged.device.logits import LogitsStep
 from nanopaged.device.transfer import send, to_device
 from nanopaged.sampling_params import SamplingParams
 from nanopaged.weights.build import memory_for
@@ -113,7 +113,7 @@ class Edits(LogitsStep):
         processors = [(k, functions, seq.split()[1], partial(setattr, seq, "stop_reason"))
                       for k, (_, seq) in enumerate(edited) if (functions := seq.sampling.params.logits_processors)]
         at, rows, tokens = send(self.device, [[i for i, _ in edited], [k for k, _ in bans], [t for _, t in bans]])
-        return Plan(at, (rows, tokens), processors, any(map(has_bias, settings)),
+        return Plan(at, (rows.long(), tokens.long()), processors, any(map(has_bias, settings)),
                     any(params.has_penalty for params in settings))
 
     def _write(self, seqs: list[Any]) -> None:
@@ -145,7 +145,7 @@ class Edits(LogitsStep):
         edited = logits.index_select(0, plan.at).float()
         if plan.has_bias:
             edited += self.tables["bias"][rows]
-        edited[plan.banned] = -math.inf
+        edited.index_put_(plan.banned, edited.new_full((), -math.inf))
         for k, functions, token_ids, fail in plan.processors:
             try:
                 for function in functions:

@@ -24,11 +24,13 @@ from nanopaged.device.choices import pick_dtype
 from nanopaged.device.pool import FP8
 from nanopaged.optional_triton import triton
 from nanopaged.tiles import cdiv
+from nanopaged.weights.build import PREFIXES, modules_for
 from nanopaged.weights.checkpoint import read_tensors
 
 ALIGNMENT = 16  # of the sizes of 8-bit products, in numbers
 LARGEST, SMALLEST = 448, 1e-30  # of FP8's numbers; a row's largest number counts at least so much, for rows of zeros
-IN_A_LAYER = re.compile(rf"{model.PREFIXES}layers\.\d+\..*\.weight$")  # of the decoder: a vision tower has layers, too
+# Of the decoder: a vision tower has layers, too. A router of experts, which is small, keeps its type.
+IN_A_LAYER = re.compile(rf"{PREFIXES}layers\.\d+\.(?!.*\.(gate|router\.layer)\.).*\.weight$")
 BLOCK = [128, 128]  # rows and columns that share a scale, in all published checkpoints that have blocks
 FORMATS = ("fp8", None), ("compressed-tensors", "float-quantized"), ("compressed-tensors", "naive-quantized")
 
@@ -70,7 +72,8 @@ def keeps_8_bits(quantization: str | None, dtype: str, config: model.ModelConfig
     if num_ranks > 1:
         from nanopaged.features.tensor_parallel.split import split_config
         c = split_config(config, num_ranks)
-    wrong = [size for size in (c.hidden_size, c.num_heads * c.head_dim, c.intermediate_size) if size % ALIGNMENT]
+    sizes = c.intermediate_size, c.experts.get("size", 0), c.experts.get("shared_size", 0)
+    wrong = [size for size in (c.hidden_size, c.num_heads * c.head_dim, *sizes) if size % ALIGNMENT]
     if is_able and not (wrong or c.head_dim * 2 % ALIGNMENT or c.transposed):
         return True
     if is_able and wrong and num_ranks > 1:
@@ -92,7 +95,7 @@ def has_fp8_products(device: torch.device) -> bool:
 def matrices_size(config: model.ModelConfig) -> int:
     """How many numbers the layers' matrices have."""
     with torch.device("meta"):
-        layers = model.Transformer(config).layers
+        layers = model.Transformer(config, modules_for(config)).layers
     return sum(parameter.numel() for parameter in layers.parameters() if parameter.dim() == 2)
 
 
@@ -175,11 +178,11 @@ def in_fp8(tensors: Iterable[tuple[str, Tensor]], device: torch.device) -> Itera
 
 
 def is_ordinary(name: str, tensor: Tensor) -> bool:
-    is_matrix = tensor.dim() == 2 and tensor.is_floating_point() and tensor.itemsize > 1
+    is_matrix = tensor.dim() in (2, 3) and tensor.is_floating_point() and tensor.itemsize > 1
     return is_matrix and bool(IN_A_LAYER.match(name))
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [rows, size] as FP8 numbers and their scale [rows, 1], with which a row's largest number becomes 448."""
-    scale = x.abs().amax(1, keepdim=True).float().clamp(min=SMALLEST) / LARGEST
+    """x [.., size] as FP8 numbers and their scale [.., 1], with which the largest number of a row becomes 448."""
+    scale = x.abs().amax(-1, keepdim=True).float().clamp(min=SMALLEST) / LARGEST
     return (x / scale).to(FP8), scale

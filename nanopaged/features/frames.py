@@ -79,7 +79,8 @@ class Traced(engine.Scheduler):
     def update(self, step: engine.SchedulerOutput, sampled: engine.Sampled) -> list:
         alive = [seq for seq in step.sampled if seq.status is not engine.Status.FINISHED]
         grammars = {seq: vars(seq).get("grammar") for seq in alive}
-        before = {seq: (len(seq.token_ids), _drafts(seq), grammars[seq] and grammars[seq].num_allowed()) for seq in alive}
+        before = {seq: (len(seq.token_ids), _drafts(seq), grammars[seq] and grammars[seq].num_allowed())
+                  for seq in alive}
         appended = super().update(step, sampled)
         self.frames.tell_tokens(self.pool, step, before)
         return appended
@@ -146,11 +147,11 @@ class Frames:
 
     def begin(self, scheduler: Traced) -> None:
         """Name new requests, with all their samples, also those that fork later."""
-        for seq in sorted(self.llm.scheduler.running + self.llm.scheduler.waiting, key=lambda seq: seq.order[1]):
-            if seq.order[1] not in self.letters:
-                self.letters[seq.order[1]] = letters(len(self.letters))
+        for seq in sorted(self.llm.scheduler.running + self.llm.scheduler.waiting, key=lambda seq: seq.order.arrival):
+            if seq.order.arrival not in self.letters:
+                self.letters[seq.order.arrival] = letters(len(self.letters))
                 names = list(map(self._name, self.llm.requests[seq.request_id].sequences))
-                self.arrived.append([names, seq.order[0], seq.num_prompt_tokens, (*seq.token_ids,), seq.max_len])
+                self.arrived.append([names, seq.order.priority, seq.num_prompt_tokens, (*seq.token_ids,), seq.max_len])
         self.before = {seq: list(seq.block_table) for seq in scheduler.running}
         frame = self.next[scheduler.pool]
         frame.forked, frame.found = frame.found, []
@@ -252,10 +253,11 @@ class Frames:
     def take_ended(self) -> list[list]:
         released, self.released = self.released, []
         return [[self._name(seq), None if _is_beam(seq) else seq.finish_reason, seq.stop_reason, free, held]
-                for seq, free, held in released if seq.order[1] in self.letters]
+                for seq, free, held in released if seq.order.arrival in self.letters]
 
     def _name(self, seq: engine.Sequence) -> str:
-        return self.letters.get(seq.order[1], "?") + f"{seq.order[2]}" * (seq.sampling.params.n > 1 or _is_beam(seq))
+        several = seq.sampling.params.n > 1 or _is_beam(seq)
+        return self.letters.get(seq.order.arrival, "?") + f"{seq.order.number}" * several
 
 
 def letters(number: int) -> str:

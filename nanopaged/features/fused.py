@@ -57,16 +57,18 @@ class FusedLayer(model.Layer):
         x, residual = add_and_norm(self.input_layernorm, stream)
         x = self.attention(x, rope, batch, cache, kernels)
         x, residual = add_and_norm(self.post_attention_layernorm, Sum(x, self.keep(residual, batch)))
-        return Sum(self.mlp(x), residual)
+        return Sum(self.mlp_post_norm(self.mlp(x)), residual)
 
-    def mlp(self, x: Tensor) -> Tensor:
+
+class FusedMLP(model.MLP):
+    def forward(self, x: Tensor) -> Tensor:
         c, gate_up = self.config, cast(FusedLinear, self.gate_up_proj)
         if kernel.has_few_rows(x, gate_up.weight):  # both products side by side, and the activation in the same kernel
             x = kernel.few_rows_linear(x, gate_up.weight, gate_up.bias, None, c.activation, c.gated_mlp,
                                        scale=gate_up.scale)
         else:
             x = kernel.activate(gate_up(x), c.activation, c.gated_mlp)
-        return self.mlp_post_norm(self.down_proj(x))
+        return self.down_proj(x)
 
 
 class FusedLastLayer(FusedLayer, ShortLastLayer):
@@ -116,8 +118,8 @@ class SplitLinear(FusedLinear):
         return y if out is None else tuple(self.buffer.all(*shape))
 
 
-MODULES = model.Modules(layer=FusedLayer, last_layer=FusedLastLayer, norm=FusedNorm, linear=FusedLinear,
-                        residual_linear=SplitLinear,
+MODULES = model.Modules(layer=FusedLayer, last_layer=FusedLastLayer, mlp=FusedMLP, norm=FusedNorm,
+                        linear=FusedLinear, residual_linear=SplitLinear,
                         compute_logits=lambda x, weight, out=None: linear(x, weight, None, out))
 
 

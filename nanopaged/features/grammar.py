@@ -32,9 +32,10 @@ import torch
 from torch import Tensor
 
 from nanopaged import engine
-from nanopaged.device.sampler import LogitsStep, SamplingNeeds
+from nanopaged.device.logits import LogitsStep
+from nanopaged.device.sampler import SamplingNeeds
 from nanopaged.device.step_input import StepInput
-from nanopaged.device.transfer import integers, pinned
+from nanopaged.device.transfer import integers
 from nanopaged.sampling_params import SamplingParams, StructuredOutputsParams
 
 MOST_FORCED = 256  # tokens at once
@@ -86,7 +87,7 @@ class GrammarCompiler:
 
     def compile(self, params: StructuredOutputsParams) -> "Grammar":
         """The grammar at its beginning. ValueError, with llguidance's reason, if it cannot be compiled."""
-        source = params.source
+        source = source_of(params)
         found = self.compiled.get(source) or self._compile(*source)
         self._keep(source, found)
         if isinstance(found, str):
@@ -99,7 +100,7 @@ class GrammarCompiler:
         llguidance takes hours for some schemas of 900 bytes, and a thread cannot be ended. So a process compiles the
         grammar first, which ends itself when the time is over.
         """
-        source = params.source
+        source = source_of(params)
         if source in self.compiled:
             return
         async with self.turn:
@@ -145,6 +146,45 @@ class GrammarCompiler:
             return compiled.get_error() or compiled
         except (ValueError, TypeError) as problem:
             return str(problem)
+
+
+def source_of(params: StructuredOutputsParams) -> tuple[str, str]:
+    """llguidance's name for the kind of grammar, and the grammar as text. ValueError if json is no JSON."""
+    if params.choice is not None:
+        # A terminal of its own: thousands of choices as alternatives of a rule are beyond llguidance's limits.
+        return "lark", f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, params.choice))}"
+    if params.regex is not None:
+        return "regex", params.regex
+    if params.grammar is not None:
+        return "grammar" if "::=" in params.grammar else "lark", params.grammar
+    schema = {"type": "object"} if params.json is None else params.json
+    try:
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        if params.disable_additional_properties and '"properties"' in text and '"allOf"' not in text:
+            text = json.dumps(_close_objects(json.loads(text)))
+    except (ValueError, TypeError, RecursionError) as problem:
+        raise ValueError(f"structured_outputs cannot be used: json is no JSON ({problem})") from None
+    return "json", text
+
+
+def _close_objects(schema: Any) -> Any:
+    """The schema with additionalProperties false in each object that has properties and does not say it."""
+    if isinstance(schema, list):
+        return [_close_objects(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {}
+    for key, value in schema.items():
+        if key in ("properties", "patternProperties", "$defs", "definitions") and isinstance(value, dict):
+            value = {name: _close_objects(part) for name, part in value.items()}
+        elif key in ("items", "prefixItems", "additionalProperties") \
+                or key in ("anyOf", "oneOf") and "properties" not in schema:
+            value = _close_objects(value)
+        closed[key] = value
+    others = {"additionalProperties", "unevaluatedProperties", "patternProperties", "anyOf", "oneOf", "$ref"}
+    if "properties" in schema and others.isdisjoint(schema):
+        closed["additionalProperties"] = False
+    return closed
 
 
 class _Vocabulary:
@@ -300,18 +340,18 @@ class Masks(LogitsStep):
         # Written again only after a step that read it was read itself: sampling waits for the tokens before.
         self.host = torch.empty(max_rows, self.num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self.masks = torch.empty_like(self.host, device=device)
-        # Recorded sampling with masks, by number of rows: graph, rows of the step, tokens
+        # Recorded sampling with masks, by number of places: graph, places, tokens
         self.recorded: dict[int, Any] = {}
         self.recorded_input = torch.zeros(3 * max_rows, dtype=torch.int32, device=device)
 
     def plan(self, seqs: list[engine.Sequence], positions: list[int]) -> dict[int, tuple[Any, int]] | None:
-        """(sequence, position of its next token) of each row of logits that has a grammar."""
+        """(sequence, position of its next token) of each logit row that has a grammar."""
         return {row: (seq, position) for row, (seq, position) in enumerate(zip(seqs, positions))
                 if isinstance(seq, GrammarSequence)} or None
 
     @staticmethod
     def masked(plan: dict[int, tuple[Any, int]]) -> dict[int, Any]:
-        """The rows that are sampled with a mask: a token that the grammar has forced by now is not sampled."""
+        """The logit rows that are sampled with a mask: a token that the grammar has forced by now is not sampled."""
         return {row: seq for row, (seq, position) in plan.items() if seq.is_pending(position)}
 
     def __call__(self, logits: Tensor, plan: dict[int, tuple[Any, int]], rows: Tensor, positions: Tensor) -> Tensor:
@@ -344,36 +384,38 @@ class Masks(LogitsStep):
 
     # ---- recorded steps
 
-    def redraw(self, runner: Any, batch: StepInput, indices: list[int], tokens: Tensor,
+    def redraw(self, runner: Any, batch: StepInput, places: list[int], tokens: Tensor,
                plan: dict[int, tuple[Any, int]]) -> Tensor:
-        if masked := {indices[row]: seq for row, seq in self.masked(plan).items()}:
+        tokens = tokens.clone()  # graphs share memory: the replay below may write where the step's tokens are
+        if masked := {places[logit_row]: seq for logit_row, seq in self.masked(plan).items()}:
             at, drawn = self._replay(runner, batch, masked)
             tokens.index_copy_(0, at, drawn)
-        if len(indices) == len(batch.seqs):
+        if len(places) == len(batch.seqs):
             return tokens[:len(batch.seqs)]
-        at, rows = runner.send([indices, [batch.rows[i] for i in indices]])
+        at, rows = runner.send([places, [batch.rows[place] for place in places]])
         tokens = tokens.index_select(0, at)
-        # Of the rows of a sequence with drafts only those that sample set its last token.
+        # Of the places of a sequence with drafts only those that sample set its last token.
         runner.rows.last_tokens.index_copy_(0, rows.long(), tokens.clamp(min=0).int())
         return tokens
 
     def _replay(self, runner: Any, batch: StepInput, masked: dict[int, Any]) -> tuple[Tensor, Tensor]:
-        """Draw tokens for these rows of the step with masks, by a graph that is recorded at its first use."""
+        """Draw tokens for these places of the step with masks, by a graph that is recorded at its first use."""
         at = list(masked)
         self.send(list(masked.values()))
         size = min(1 << (len(at) - 1).bit_length(), len(self.host))
         padding = size - len(at)
         message = integers([at + [0] * padding, [batch.rows[i] for i in at] + [runner.max_num_seqs] * padding,
                             [batch.seq_lens[i] for i in at] + [0] * padding])
-        self.recorded_input[:len(message)].copy_(pinned(message, self.masks.device), non_blocking=True)
+        message = message.pin_memory() if self.masks.is_cuda else message
+        self.recorded_input[:len(message)].copy_(message, non_blocking=True)
         if size not in self.recorded:
             self.recorded[size] = runner._record(partial(self._static_step, runner), size)
-        graph, rows, tokens = self.recorded[size]
+        graph, places, tokens = self.recorded[size]
         graph.replay()
-        return rows[:len(at)], tokens[:len(at)]
+        return places[:len(at)], tokens[:len(at)]
 
     def _static_step(self, runner: Any, size: int) -> tuple[Tensor, Tensor]:
-        """Sampling with masks, of so many rows: (rows of the step, tokens)."""
+        """Sampling with masks, at so many places: (places, tokens)."""
         at, rows, lens = self.recorded_input[:3 * size].view(3, size)
         logits = self.mask(runner.graph_logits.index_select(0, at), self.masks[:size])
         return at.long(), runner.sample(logits, rows, lens, SamplingNeeds())

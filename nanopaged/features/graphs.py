@@ -21,7 +21,7 @@ from nanopaged import kernel
 from nanopaged.device.runner import Runner, StepTensors
 from nanopaged.device.sampler import SamplingNeeds
 from nanopaged.device.step_input import StepInput
-from nanopaged.device.transfer import integers, pinned
+from nanopaged.device.transfer import ForwardPass, integers
 from nanopaged.tiles import DECODE_SIZES, MANY_CONTEXTS, MAX_DECODE_SIZE, MAX_PREFIX_COLUMNS, MOST_ENTRIES
 
 TOKEN_SIZES = [64, *(2**i for i in range(8, 31))]  # tokens of recorded steps with prompts
@@ -33,7 +33,7 @@ FEW_SEQS = 16  # steps with prompts are recorded for this many sequences, and fo
 PADDED_ANYWAY = 2048
 MIN_FILLED = 7 / 8
 LONG_CONTEXT = 4096  # tokens; see `graph_shape`
-SHORT_CHUNK = 16  # tokens that a grammar forced; see `one_token_rows`
+SHORT_CHUNK = 16  # tokens that a grammar forced; see `one_token_places`
 
 
 class Shape(NamedTuple):
@@ -61,19 +61,19 @@ class GraphRunner(Runner):
         self.graphs: dict[Shape, Any] = {}
         super().__init__(*args, **options)
 
-    def _compute(self, batch: StepInput, sampling_indices: list[int], more_rows: list[int],
-                 needs: SamplingNeeds) -> tuple[Callable[[], Tensor], Tensor]:
+    def _compute(self, batch: StepInput, sampling_places: list[int], more_tokens: list[int],
+                 needs: SamplingNeeds) -> ForwardPass:
         if needs.is_late and 1 < max(batch.num_tokens) <= SHORT_CHUNK and len(batch.seqs) < self.max_num_samples:
-            split, last_rows = one_token_rows(batch, sampling_indices)
+            split, split_places = one_token_places(batch, sampling_places)
             if len(split.seqs) <= self.max_num_samples:
-                batch, sampling_indices = split, last_rows
-        shape = None if more_rows else self.graph_shape(batch.num_tokens, batch.seq_lens)
+                batch, sampling_places = split, split_places
+        shape = None if more_tokens else self.graph_shape(batch.num_tokens, batch.seq_lens)
         if shape and batch.cascade:
             room = next(room for room in ROOMS if 4 * room >= len(batch.cascade))
             shape = shape._replace(num_entries=room, cascade_columns=batch.cascade_columns)
         if shape is None or not self.record(shape):
-            return super()._compute(batch, sampling_indices, more_rows, needs)
-        return self._replay(shape, batch, sampling_indices, needs)
+            return super()._compute(batch, sampling_places, more_tokens, needs)
+        return self._replay(shape, batch, sampling_places, needs)
 
     def graph_shape(self, query_lens: list[int], seq_lens: list[int]) -> Shape | None:
         """The smallest size with room for a step of these lengths; None: launch the step kernel by kernel."""
@@ -165,64 +165,68 @@ class GraphRunner(Runner):
     def _static_step(self, shape: Shape) -> tuple[Tensor, Tensor]:
         """A step of this shape that reads the graph input and samples a token for every sequence: (logits, tokens)."""
         *parts, tiles = self.graph_input[:sum(shape.layout)].split(shape.layout)
-        sent, last_rows, sampling = StepTensors(*parts), None, None
+        sent, logits_indices, places = StepTensors(*parts), None, None
         if shape.num_tiles:
-            last_rows = (sent.query_start_loc[1:] - 1).clamp(min=0)
-            sampling = torch.arange(shape.num_seqs, device=self.device)
+            logits_indices = (sent.query_start_loc[1:] - 1).clamp(min=0)
+            places = torch.arange(shape.num_seqs, device=self.device)
         # Of max_query_len the model only asks whether it is 1; max_seq_len must hold for every context.
         max_query_len = 2 if shape.num_tiles else 1
-        batch = self.make_batch(sent, last_rows, sampling, max_query_len, self.max_model_len, shape.num_seqs,
+        batch = self.make_batch(sent, logits_indices, places, max_query_len, self.max_model_len, shape.num_seqs,
                                 tiles.view(-1, 2), shape.cascade_columns)
         logits = self.model(batch, self.kv_cache, self.kernels, out=self.graph_logits[:shape.num_seqs])
         return logits, self.sample(logits, sent.rows, sent.seq_lens, SamplingNeeds())
 
-    def _replay(self, shape: Shape, batch: StepInput, sampling_indices: list[int],
-                needs: SamplingNeeds) -> tuple[Callable[[], Tensor], Tensor]:
+    def _replay(self, shape: Shape, batch: StepInput, sampling_places: list[int],
+                needs: SamplingNeeds) -> ForwardPass:
         """`Runner._compute` by a recorded step: pad the lists, copy them into the graph input, replay."""
         num_seqs = len(batch.seqs)
-        tiles = self.query_tiles(batch.num_tokens, batch.seq_lens).flatten().tolist() if shape.num_tiles else []
+        tiles = []
+        if shape.num_tiles:
+            tiles = kernel.make_query_tiles(batch.num_tokens, batch.seq_lens, self.tokens_per_tile).flatten().tolist()
         fillers = (0, 0, -1, len(batch.input_ids), 0, self.max_num_seqs, 0, 0, -1)  # in the order of `Shape.layout`
         message = integers([part + [filler] * (length - len(part))
                             for part, length, filler in zip([*batch.lists, tiles], shape.layout, fillers)])
-        self.graph_input[:len(message)].copy_(pinned(message, self.device), non_blocking=True)
+        if self.device.type == "cuda":
+            message = message.pin_memory()
+        self.graph_input[:len(message)].copy_(message, non_blocking=True)
         graph, logits, tokens = self.graphs[shape]
         self._run(graph)
         *_, lens, rows, _, _, _ = self.graph_input[:len(message)].split(shape.layout)
-        if not sampling_indices:
-            return partial(tokens.narrow, 0, 0, 0), logits[:0]
+        if not sampling_places:
+            return ForwardPass(partial(tokens.narrow, 0, 0, 0), logits[:0])
         if needs.is_late and len(needs.plans) == 1 and not (needs.filters or needs.logprobs):
             step, plan = needs.plans[0]
-            return partial(step.redraw, self, batch, sampling_indices, tokens, plan), logits
-        if len(sampling_indices) == num_seqs:
+            return ForwardPass(partial(step.redraw, self, batch, sampling_places, tokens, plan), logits)
+        if len(sampling_places) == num_seqs:
             tokens, logits, lens, rows = (tensor[:num_seqs] for tensor in (tokens, logits, lens, rows))
         else:
-            at = self.send([sampling_indices])[0]
+            at = self.send([sampling_places])[0]
             tokens, logits, lens, rows = (tensor.index_select(0, at) for tensor in (tokens, logits, lens, rows))
         if needs.filters or needs.plans:  # the graph drew from the plain logits
-            return partial(self.sample, logits, rows, lens, needs), logits
-        return lambda: tokens, logits
+            return ForwardPass(partial(self.sample, logits, rows, lens, needs), logits)
+        return ForwardPass(lambda: tokens, logits)
 
     def _run(self, graph: torch.cuda.CUDAGraph) -> None:
         graph.replay()
 
 
-def one_token_rows(batch: StepInput, sampling_indices: list[int]) -> tuple[StepInput, list[int]]:
-    """The same step as a decode step with a row for each token, and the rows that sample.
+def one_token_places(batch: StepInput, sampling_places: list[int]) -> tuple[StepInput, list[int]]:
+    """The same step as a decode step with a place for each token, and the places that sample.
 
     A few forced tokens are a chunk, and beside decoding sequences a chunk needs a step with room for prompts, which
-    takes longer. The rows of one sequence have the same block table, and each attends up to its own token. That is
+    takes longer. The places of one sequence have the same block table, and each attends up to its own token. That is
     right because every layer writes all K and V before it attends:
 
-        a chunk of 3 tokens after 4 cached ones            rows with seq_lens 5, 6, 7
+        a chunk of 3 tokens after 4 cached ones            places with seq_lens 5, 6, 7
     """
-    rows = StepInput([], [], batch.input_ids, batch.positions, batch.slot_mapping, cascade=batch.cascade,
-                     cascade_columns=batch.cascade_columns)
+    split = StepInput([], [], batch.input_ids, batch.positions, batch.slot_mapping, cascade=batch.cascade,
+                      cascade_columns=batch.cascade_columns)
     for seq, num_tokens, seq_len, row in zip(batch.seqs, batch.num_tokens, batch.seq_lens, batch.rows):
-        rows.seqs += [seq] * num_tokens
-        rows.num_tokens += [1] * num_tokens
-        rows.seq_lens += range(seq_len - num_tokens + 1, seq_len + 1)
-        rows.rows += [row] * num_tokens
-    rows.query_start_loc = list(range(len(rows.seqs) + 1))
-    rows.num_common_tokens = batch.num_common_tokens and [  # a chunk has none
-        *batch.num_common_tokens, *[0] * (len(rows.seqs) - len(batch.num_common_tokens))]
-    return rows, [batch.query_start_loc[i + 1] - 1 for i in sampling_indices]
+        split.seqs += [seq] * num_tokens
+        split.num_tokens += [1] * num_tokens
+        split.seq_lens += range(seq_len - num_tokens + 1, seq_len + 1)
+        split.rows += [row] * num_tokens
+    split.query_start_loc = list(range(len(split.seqs) + 1))
+    split.num_common_tokens = batch.num_common_tokens and [  # a chunk has none
+        *batch.num_common_tokens, *[0] * (len(split.seqs) - len(batch.num_common_tokens))]
+    return split, [batch.query_start_loc[place + 1] - 1 for place in sampling_places]

@@ -1,12 +1,12 @@
-"""The last layer attends, and runs its MLP, only for the rows that need logits. An addition to model.py, which
+"""The last layer attends, and runs its MLP, only for the tokens that need logits. An addition to model.py, which
 `enforce_eager=True` leaves off.
 
-No layer reads the last layer's output, and most rows of a prompt need no logits. Rows without logits need K and V
+No layer reads the last layer's output, and most tokens of a prompt need no logits. Tokens without logits need K and V
 there, and neither attention nor the MLP. A decodes, B brings a whole prompt, and C a first chunk:
 
     token             a6  b0  b1  b2  b3  c0  c1  c2
     K and V           x   x   x   x   x   x   x   x
-    attention, MLP    x   .   .   .   x   .   .   .      logits_indices 0 4 (rows), sampling_indices 0 1 (A, B)
+    attention, MLP    x   .   .   .   x   .   .   .      logits_indices 0 4, sampling_places 0 1 (A, B)
 """
 from functools import partial
 from typing import Any, Callable
@@ -24,7 +24,7 @@ class ShortLastLayer(model.Layer):
                 kernels: kernel.Kernels) -> Tensor:
         o = self.attention(self.input_layernorm(x), rope, batch, cache, kernels)
         x = select_rows(x, batch) + o
-        return x + self.mlp(self.post_attention_layernorm(x))
+        return x + self.mlp_post_norm(self.mlp(self.post_attention_layernorm(x)))
 
     def attention(self, x: Tensor, rope: Tensor | None, batch: model.Batch, cache: model.LayerCache,
                   kernels: kernel.Kernels) -> Tensor:
@@ -42,8 +42,8 @@ def select_rows(x: Tensor, batch: model.Batch) -> Tensor:
 
 def attend_with_rows(attention: Callable[..., Tensor], rows: Tensor | None, q: Tensor, k_cache: Tensor, v_cache: Tensor,
                      block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor, scale: float, *,
-                     sampling_indices: Tensor | None = None, **options: Any) -> Tensor:
-    """`attention` of q[rows], or of q if rows is None. rows: the last row of each sequence in sampling_indices, then
+                     sampling_places: Tensor | None = None, **options: Any) -> Tensor:
+    """`attention` of q[rows], or of q if rows is None. rows: the last row of each sequence in sampling_places, then
     the rows that predict prompt tokens whose log probabilities are wanted."""
     caches = k_cache, v_cache
     attend_with_all = partial(attention, q, *caches, block_tables, seq_lens, query_start_loc, scale, **options)
@@ -51,11 +51,11 @@ def attend_with_rows(attention: Callable[..., Tensor], rows: Tensor | None, q: T
         return attend_with_all()
     if not len(rows):
         return q[:0]
-    if sampling_indices is None or not len(sampling_indices) or options["max_query_len"] == 1:
+    if sampling_places is None or not len(sampling_places) or options["max_query_len"] == 1:
         return attend_with_all().index_select(0, rows)  # rows of prompts alone, or one token of each sequence
     # The last row of each sequence that samples attends as a decode of one token.
-    last_rows, others = rows[:len(sampling_indices)], rows[len(sampling_indices):]
-    seq_lens, block_tables = seq_lens.index_select(0, sampling_indices), block_tables.index_select(0, sampling_indices)
+    last_rows, others = rows[:len(sampling_places)], rows[len(sampling_places):]
+    seq_lens, block_tables = seq_lens.index_select(0, sampling_places), block_tables.index_select(0, sampling_places)
     # A CUDA graph's padding has length 0 and stands at the end; it gets no query.
     starts = torch.arange(len(seq_lens) + 1, dtype=torch.int32, device=seq_lens.device)
     starts = torch.minimum(starts, (seq_lens > 0).sum(dtype=torch.int32))

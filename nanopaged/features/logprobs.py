@@ -39,7 +39,7 @@ class PromptPart(NamedTuple):
     """Prompt tokens whose log probabilities a step computes."""
     seq: engine.Sequence
     first: int  # position of the first
-    rows: range  # in the flat batch, of the tokens that predict them
+    predictors: range  # tokens of the flat batch: those that predict them
 
 
 def prompt_parts(batch: StepInput) -> list[PromptPart]:
@@ -55,38 +55,40 @@ def prompt_parts(batch: StepInput) -> list[PromptPart]:
 
 
 class StepLogprobs:
-    """The log probabilities of one step. more_rows: flat rows whose logits give those of prompt tokens
+    """The log probabilities of one step. more_tokens: tokens of the flat batch whose logits give
+    those of prompt tokens
 
     seqs: the sequences that sample, in batch order
     """
 
     def __init__(self, batch: StepInput, seqs: list[engine.Sequence]):
         self.parts, self.num_seqs = prompt_parts(batch), len(seqs)
-        self.more_rows = [row for part in self.parts for row in part.rows]
-        self.wanted = {row: count for row, seq in enumerate(seqs)
-                       if (count := seq.sampling.num_logprobs) is not None}  # row of logits -> number of best tokens
+        self.more_tokens = [token for part in self.parts for token in part.predictors]
+        self.wanted = {logit_row: count for logit_row, seq in enumerate(seqs)
+                       if (count := seq.sampling.num_logprobs) is not None}  # logit row -> number of best tokens
 
     def tensors(self, send: Callable, tokens: Tensor, logits: Tensor) -> list[Tensor]:
         """What `top_logprobs` returns for the sampled tokens whose sequences want it, and then for prompt parts.
-        logits: those of the sampled tokens, then those of more_rows"""
+        logits: those of the sampled tokens, then those of more_tokens"""
         tensors: list[Tensor] = []
         if self.wanted:
             at = send([[*self.wanted]])[0]
             chosen, counts = tokens.index_select(0, at).clamp(min=0), self.wanted.values()
             tensors += top_logprobs(logits.index_select(0, at), chosen, -1 if -1 in counts else max(counts))
         if self.parts:
-            ids = [token for part in self.parts for token in part.seq.token_ids[part.first:part.first + len(part.rows)]]
+            ids = [token for part in self.parts
+                   for token in part.seq.token_ids[part.first:part.first + len(part.predictors)]]
             wanted = [part.seq.sampling.num_prompt_logprobs for part in self.parts]
             tensors += top_logprobs(logits[self.num_seqs:], send([ids])[0], -1 if -1 in wanted else max(wanted))
         return tensors
 
     def sampled(self, tokens: list[int], tensors: list[Tensor], order: list[int]) -> engine.Sampled:
         """The step's tokens and their log probabilities, from the `tensors`: (own, rank, ids of the best tokens,
-        theirs) for each token. The i-th token belongs to row order[i] of the logits."""
+        theirs) for each token. The i-th token is that of logit row order[i]."""
         logprobs = dict(zip(self.wanted, as_lists(tensors[:4], [*self.wanted.values()])))
-        counts = [part.seq.sampling.num_prompt_logprobs for part in self.parts for _ in part.rows]
+        counts = [part.seq.sampling.num_prompt_logprobs for part in self.parts for _ in part.predictors]
         of_prompts = iter(as_lists(tensors[-4:], counts))
-        prompts = [(part.seq, part.first, list(islice(of_prompts, len(part.rows)))) for part in self.parts]
+        prompts = [(part.seq, part.first, list(islice(of_prompts, len(part.predictors)))) for part in self.parts]
         return engine.Sampled(tokens, [logprobs.get(row) for row in order] if logprobs else None, prompts)
 
 

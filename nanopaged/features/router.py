@@ -57,7 +57,7 @@ class Router:
         self.queue = queue = engine.Scheduler(engine.BlockManager(0, 1), 0, 0)  # where sequences wait, and none runs
         # The scheduler that has a sequence, or the queue. No method: samples keep it, and must not keep the engines.
         self.of: Callable = lambda seq: next((one for one in schedulers if seq in one.running + one.waiting), queue)
-        self.add, self.updates = queue.add, deque[engine.Update]()
+        self.add, self.updates = queue.add, deque[tuple]()
         for one in engines:
             one.updates = self.updates
 

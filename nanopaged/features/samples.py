@@ -13,6 +13,9 @@ last holder keeps the original (copy-on-write, BlockManager). With block_size 4 
 A sample that finds no free batch row forks later, from any sample that gets a token then. If the last sample ends
 before that, the next one is queued, and computes the prompt again.
 
+When A has filled and offered a block, B shares its first half, and A ends, B writes the second half: then the prefix
+cache must not find the block by A's tokens any more (BlockManager.allocate).
+
 A sample that shares another's blocks has not looked up their keys (PrefixHit.num_cached_blocks is 0). So the prefix
 cache may know such a block by a key that nothing finds any more, and `cache_full_blocks` then gives it a new one:
 
@@ -61,6 +64,11 @@ class SampleSequence(engine.Sequence):
 
     def append(self, token: int) -> None:
         """The prompt is in the KV cache, so other samples may fork, before this one may end with its token."""
+        if self.samples.unstarted:
+            self._start_others()
+        super().append(token)
+
+    def _start_others(self) -> None:
         samples, scheduler = self.samples, self.samples.scheduler_of(self)
         blocks = self.block_table[:engine.cdiv(self.num_prompt_tokens, scheduler.block_manager.block_size)]
         hit = engine.PrefixHit(blocks, self.num_prompt_tokens, self.root, 0)
@@ -68,7 +76,6 @@ class SampleSequence(engine.Sequence):
         while samples.unstarted and min(blocks, default=-1) >= 0 and fork(scheduler, self, samples.unstarted[0], hit):
             samples.unstarted.popleft()
             samples.num_started += 1
-        super().append(token)
 
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
         """The last sample that has started queues the next one."""

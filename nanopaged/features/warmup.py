@@ -16,6 +16,7 @@ from torch import Tensor
 from nanopaged import kernel, model, tiles
 from nanopaged.device.pool import FP8
 from nanopaged.device.transfer import as_current
+from nanopaged.options import feature
 from nanopaged.tiles import DECODE_SIZES, MAX_DECODE_SIZE
 
 MOST_THREADS = 8
@@ -35,6 +36,7 @@ def start_tasks(tasks: Iterable[Callable[[], Any]], device: torch.device) -> lis
     """Start compiling, several forms at a time. `result()` of each raises what failed."""
     def compile_one(task: Callable[[], Any]) -> None:
         with as_current(device):
+            torch.zeros(1, device=device)  # CUDA's context becomes this thread's: Triton's boxes for TMA need one
             task()
 
     pool = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1))
@@ -65,12 +67,16 @@ def attention_forms(c: model.ModelConfig, dtype: torch.dtype, cache: Tensor, blo
             config = tiles.decode_config(count * c.num_kv_heads, sharing, group, c.head_dim, dtype, cache.dtype,
                                          device)
             sizes[sharing == 1, sharing == tiles.split_bound(longest), *config.values()] = count, longest
-    for window in set(c.sliding_windows or [0]):
-        attend = partial(kernel.TRITON.attention, k_cache=cache, v_cache=cache, scale=c.head_dim ** -0.5,
-                         sliding_window=window)
-        yield partial(attend, q[:2], block_tables=block_tables[:1], seq_lens=lens[:1],
-                      query_start_loc=starts[:2], max_query_len=2, max_seq_len=2, num_decodes=0,
-                      query_tiles=query_tiles)
+    windows = set(c.sliding_windows or [0])
+    attention = partial(kernel.TRITON.attention, k_cache=cache, v_cache=cache, scale=c.head_dim ** -0.5)
+    prefills = [partial(attention, q[:2], block_tables=block_tables[:1], seq_lens=lens[:1], query_start_loc=starts[:2],
+                        max_query_len=2, max_seq_len=2, num_decodes=0, query_tiles=query_tiles, sliding_window=window)
+                for window in windows]
+    # On Hopper the first one compiles a kernel that has one form for all windows.
+    fits_hopper = tiles.fits_hopper(group, c.head_dim, cache.shape[1], dtype, cache.dtype, device)
+    yield from [partial(_one_by_one, prefills)] if fits_hopper else prefills
+    for window in windows:
+        attend = partial(attention, sliding_window=window)
         for count, longest in sizes.values():
             yield partial(attend, q[:count], block_tables=block_tables[:count], seq_lens=lens[:count],
                           query_start_loc=starts[:count + 1], max_query_len=1, max_seq_len=longest)
@@ -115,3 +121,5 @@ def small_forms(c: model.ModelConfig, dtype: torch.dtype, device: torch.device, 
                       make(num_rows, c.hidden_size), weight, weight if c.norm == "layer" else None, c.norm_eps)
     temperature, seed = make(0, 2, dtype=torch.float32)[:, 0], make(0, 2, dtype=torch.int64)[:, 0]
     yield partial(kernel.pick, make(0, c.vocab_size), temperature, seed, make(0, dtype=torch.int64))
+    if c.experts:
+        yield from feature("experts", "a mixture of experts").kernel_forms(c, dtype, device, fp8)

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -64,6 +64,11 @@ EDITS = {
     "olmo3": [{"rope_scaling": None}, {"layer_types": FULL * 3}, {"sliding_window": 9}],
     "gemma3": [{"query_pre_attn_scalar": 16}, {"rope_local_base_freq": 1000.0}, {"rope_scaling": None},
                {"sliding_window": 9}, {"sliding_window_pattern": 2}, {"hidden_activation": "silu"}],
+    "mixtral": [{"num_experts_per_tok": 2}, {"rope_theta": 1e6}, {"sliding_window": 9}],
+    "qwen3-moe": [{"norm_topk_prob": False}, {"num_experts_per_tok": 2}, {"rope_theta": 10000.0}],
+    "olmoe": [{"norm_topk_prob": True}, {"num_experts_per_tok": 2}, {"rope_theta": 10000.0}],
+    "granite-moe": [{"num_experts_per_tok": 2}, {"residual_multiplier": 1.0}],
+    "granite-moe-shared": [{"num_experts_per_tok": 3}, {"residual_multiplier": 1.0}],
 }
 # Settings of rope, with the longest text that the engine accepts. transformers makes a table for a text of this length.
 ROPES = [
@@ -109,7 +114,8 @@ def random_state_dict(directory, seed):
     """Random weights under the names and in the dtype that the family's published checkpoints use."""
     config = AutoConfig.from_pretrained(directory)
     with torch.device("meta"):
-        shapes = {name: p.shape for name, p in AutoModelForCausalLM.from_config(config).named_parameters()}
+        model = AutoModelForCausalLM.from_config(config)
+    shapes = {name: p.shape for name, p in model.named_parameters()}
     generator = torch.Generator().manual_seed(seed)
     dtype = torch.float16 if directory.name == "gpt2" else config.dtype or torch.float32  # GPT-2's says nothing of it
     weights = {name: random_weight(name, shape, config.hidden_size, generator).to(dtype)
@@ -119,6 +125,12 @@ def random_state_dict(directory, seed):
         weights = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
         mask = torch.ones(config.n_positions, config.n_positions).tril()[None, None]
         weights |= {f"h.{layer}.attn.bias": mask.clone() for layer in range(config.n_layer)}
+    if "num_experts_per_tok" in config.to_dict():  # transformers stacks experts, and stores them as they were published
+        with tempfile.TemporaryDirectory() as folder:
+            model.load_state_dict(weights, strict=False, assign=True)
+            model.tie_weights()
+            model.save_pretrained(folder)
+            weights = load_file(Path(folder, "model.safetensors"))
     return weights
 
 

@@ -32,7 +32,7 @@ TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def compile_kernel(function, constants: dict, dtype: torch.dtype, capability: int, num_warps=4, num_stages=3,
-                   fp8=False, **types):
+                   fp8=False, make_source=ASTSource, **types):
     """The compiled kernel, with pointers and strides that are multiples of 16 where an engine's always are. types: of
     arguments whose names do not tell them."""
     names = function.arg_names
@@ -44,7 +44,8 @@ def compile_kernel(function, constants: dict, dtype: torch.dtype, capability: in
         signature["PDL"] = "constexpr"
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names)
                if signature[name][0] == "*" and name not in optional_triton.VARYING}
-    source = ASTSource(function, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
+    values = {(names.index(name),): value for name, value in constants.items()}
+    source = make_source(function, signature, values, aligned)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32),
                           options=dict(num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True))
 
@@ -85,6 +86,17 @@ def attention(phase: str, capability: int, dtype: torch.dtype, head_dim: int, gr
     return compiled, config
 
 
+def hopper(dtype: torch.dtype, head_dim: int, group: int, window: bool):
+    """The prefill kernel for Hopper alone."""
+    from triton.experimental.gluon._runtime import GluonASTSource  # what Gluon's own tests compile with
+    padded = tiles.next_power_of_2(group)
+    rows, block = [tiles.HOPPER_TILE_M // padded, padded, head_dim], [1, tiles.HOPPER_BLOCK_SIZE, 1, head_dim]
+    types = {name: f"tensordesc<{TYPES[dtype]}{box},{kernel.gl.NVMMASharedLayout(128, 16, len(box))!r}>"
+             for name, box in (("q_box", rows), ("k_box", block), ("v_box", block))}
+    return compile_kernel(kernel.hopper_prefill_kernel, dict(GROUP=group, WINDOW=window), dtype, 90,
+                          make_source=GluonASTSource, **types)
+
+
 def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
     """Tasks that compile the smaller kernels."""
     constants = tiles.kernel_constants(8, 2, head_dim, 64, window, dtype, *cache_strides(head_dim, 64))
@@ -119,10 +131,27 @@ def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
         sizes = dict(SIZE=12288, PADDED=16384)
         yield partial(compile_kernel, kernel.quantize_rows_kernel, sizes, dtype, capability, 16, out="*fp8e4nv",
                       scale="*fp32")
+    routed = dict(counts="*i32", pairs="*i32", scores="*fp32")
+    route = dict(EXPERTS=40, PADDED=64, TOP_K=6, CHOICES=8, NORMALIZED=True, COUNT=4)
+    yield partial(compile_kernel, kernel.route_kernel, route, dtype, capability, 1, **routed)
+    for act, num_tokens in itertools.product(("silu", ""), (1, 64, 8192)):
+        for is_fp8 in (False, True) if capability >= 89 else (False,):
+            yield partial(experts, capability, dtype, act, num_tokens, is_fp8, routed)
     picked = dict(best="*fp32", at="*i32", out="*i64")
     yield partial(compile_kernel, kernel.pick_kernel, dict(TILE=2048), dtype, capability, temperature="*fp32",
                   seed="*i64", position="*i64", **picked)
     yield partial(compile_kernel, kernel.best_of_tiles_kernel, dict(TILES=128), dtype, capability, 1, **picked)
+
+
+def experts(capability: int, dtype: torch.dtype, act: str, num_tokens: int, is_fp8: bool, types: dict):
+    """experts_kernel as `experts_product` would launch it."""
+    kind, memory = torch.float8_e4m3fn if is_fp8 else dtype, SHARED_MEMORY[capability] * 1024
+    form = kernel.experts_form(num_tokens, 6, 40, act != "", kind, memory)
+    warps, constants = form.pop("num_warps"), dict(EXPERTS=40, PADDED=64, OUT=512, SIZE=1536, ACTIVATION=act, **form)
+    kinds = dict.fromkeys(("x", "weight"), "*fp8e4nv") | dict.fromkeys(("x_scale", "scale"), "*fp32") if is_fp8 else (
+        dict.fromkeys(("x_scale", "scale"), f"*{TYPES[dtype]}"))
+    compiled = compile_kernel(kernel.experts_kernel, constants, dtype, capability, warps, **kinds, **types)
+    assert compiled.metadata.shared <= memory, (compiled.metadata.shared, form)
 
 
 def check(capability: int, dtype: torch.dtype, head_dim: int, fp8: bool, form: tuple) -> bool:
@@ -136,8 +165,19 @@ def check(capability: int, dtype: torch.dtype, head_dim: int, fp8: bool, form: t
     return shared > limit
 
 
+def check_hopper(dtype: torch.dtype, head_dim: int, group: int, window: bool) -> bool:
+    """Compile a form of prefill for Hopper alone. Whether it is too large."""
+    shared, limit = hopper(dtype, head_dim, group, window).metadata.shared, SHARED_MEMORY[90] * 1024
+    print(f"sm_90 hopper  {TYPES[dtype]} head_dim {head_dim:3}{' window' * window}: {shared / 1024:5.1f} of "
+          f"{limit // 1024} KiB  group {group}{'  TOO LARGE' if shared > limit else ''}", flush=True)
+    return shared > limit
+
+
 def main(capabilities: list[int], quick: bool) -> int:
     checks, tasks = [], []
+    if 90 in capabilities and optional_triton.gl:
+        forms = itertools.product((torch.float16, torch.bfloat16), (64, 128), (1, 2, 7, 64), (False, True))
+        checks += [partial(check_hopper, *form) for form in ([(torch.bfloat16, 128, 2, False)] if quick else forms)]
     for capability in capabilities:
         # Older cards have no bfloat16: the engine uses float16 there.
         types = [dtype for dtype in TYPES if dtype is not torch.bfloat16 or capability >= 80]

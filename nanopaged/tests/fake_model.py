@@ -4,14 +4,14 @@ from contextlib import suppress
 from itertools import count
 
 import engine
-from engine import BlockManager, Engine, Sampled, Scheduler, Sequence
+from engine import BlockManager, Engine, Order, Sampled, Scheduler, Sequence
 from nanopaged.tests.helpers import NULL, check_books
 
 ARRIVALS = count()
 
 
 def sequence(token_ids, max_new=10, max_model_len=10**6, priority=0, kind=Sequence, arrival=None, number=0, **fields):
-    order = priority, next(ARRIVALS) if arrival is None else arrival, number
+    order = Order(priority, next(ARRIVALS) if arrival is None else arrival, number)
     return kind(list(token_ids), order, min(len(token_ids) + max_new, max_model_len), **fields)
 
 
@@ -55,7 +55,7 @@ class FakeModel:
     def sample_of(self, seq, tokens):
         """A small vocabulary, so that different sequences often generate the same text. Not all samples of a prompt
         do."""
-        return (sum(tokens) + sum(seq.order[1:]) % 2) * 31 % 3
+        return (sum(tokens) + (seq.order.arrival + seq.order.number) % 2) * 31 % 3
 
     def step(self, fail=False):
         """The step that was planned."""

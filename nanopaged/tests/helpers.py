@@ -1,5 +1,6 @@
 """What many tests use: an engine of a tiny checkpoint, what transformers computed with it, and the engine's books."""
 import gc
+import json
 import re
 import weakref
 from collections import Counter
@@ -23,6 +24,7 @@ DEVICE = "cuda" if CUDA else "cpu"
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "nanopaged" / "golden"
 BUNDLED = ROOT / "nanopaged" / "shakespeare"
+MIXTURES = ["granite-moe", "granite-moe-shared", "mixtral", "olmoe", "qwen3-moe"]  # of experts, among the goldens
 NULL = -1  # in a block table: a block that left the sliding window
 needs_kernel = pytest.mark.skipif(
     optional_triton.triton is None or not (CUDA or optional_triton.INTERPRETED),
@@ -143,9 +145,9 @@ def prompt_logits(llm, prompt):
     captured, compute = [], llm.runner._compute
 
     def capture(*args):
-        tokens, logits = compute(*args)
-        captured.append(logits.clone())
-        return tokens, logits
+        launched = compute(*args)
+        captured.append(launched.logits.clone())
+        return launched
 
     with patch.object(llm.runner, "_compute", capture):
         llm.generate([prompt[:n + 1] for n in range(len(prompt))], SamplingParams(temperature=0, max_tokens=1))
@@ -179,6 +181,18 @@ def check_books(scheduler):
     assert sorted([seq.row for seq in scheduler.running] + scheduler.free_rows) == list(range(scheduler.max_num_seqs))
     for queue in (scheduler.running, scheduler.waiting):
         assert [seq.order for seq in queue] == sorted(seq.order for seq in queue)
+
+
+def write_files(folder, contents, links=()) -> Path:
+    """A folder with files of these bytes, of this text, or of this as JSON, and with links to files of other names."""
+    for name, content in contents.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        text = content if isinstance(content, (bytes, str)) else json.dumps(content)
+        (folder / name).write_bytes(text.encode() if isinstance(text, str) else text)
+    for file in links:
+        if file.name not in contents:
+            (folder / file.name).symlink_to(file)
+    return folder
 
 
 def rewritten(tmp_path, variant, change):

@@ -48,10 +48,20 @@ class PlainKernels:
         y = model.activate(y, activation, gated) if activation else y
         return y if out is None else out.copy_(y)
 
+    @staticmethod
+    def mix_experts(x, logits, gate_up, down, top_k, normalized, activation, *scales):
+        gate_up, down = map(fp8_weight, (gate_up, down), scales) if scales else (gate_up, down)
+        logits = logits.float() if logits.dim() == 2 else logits.float().sum(0)
+        scores, chosen = F.softmax(logits, dim=1).topk(top_k)
+        scores = scores / scores.sum(1, keepdim=True) if normalized else scores
+        hidden = model.activate(torch.einsum("tnij,tj->tni", gate_up[chosen].to(x.dtype), x), activation, True)
+        return (torch.einsum("tnji,tni->ntj", down[chosen].to(x.dtype), hidden) * scores.T[:, :, None]).to(x.dtype)
+
+
 
 def plain_kernels():
     """(object, name, what to put there), for a process on a CPU that has fused modules or a GraphRunner."""
-    names = ("pick", "activate", "add_and_norm", "few_rows_linear", "quantize_rows")
+    names = ("pick", "activate", "add_and_norm", "few_rows_linear", "quantize_rows", "mix_experts")
     return [*((kernel, name, getattr(PlainKernels, name)) for name in names),
             (GraphRunner, "pick", staticmethod(sampler.pick)), (torch, "_scaled_mm", PlainKernels.scaled_mm)]
 

@@ -2,10 +2,7 @@
 import json
 import os
 import re
-import signal
-import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,12 +14,10 @@ from nanopaged import LLM, SamplingParams
 from nanopaged.cli.status import Progress
 from nanopaged.features.batch import read_line, result_of, run_lines
 from nanopaged.progress import ProgressBar
-from nanopaged.tests.helpers import ROOT
 from nanopaged.tests.test_cli import (  # noqa: F401  call is a fixture
     GREEDY,
     JULIET,
     ROMEO,
-    SMALL,
     TEMPLATE,
     Screen,
     assert_refused,
@@ -58,6 +53,11 @@ def work(call, tmp_path, monkeypatch):  # noqa: F811
 
 def write_lines(*lines) -> None:
     Path("in.jsonl").write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+
+
+def openais(custom_id, body, url="/v1/completions", **more) -> dict:
+    """A line in OpenAI's batch format."""
+    return dict(custom_id=custom_id, method="POST", url=url, body=body) | more
 
 
 def content(path="out.jsonl") -> bytes:
@@ -129,6 +129,26 @@ def test_conversations_tools_and_priorities(work, monkeypatch):
     assert texts() == {1: [expected], 2: [expected]} and results()[1]["messages"] == messages
 
 
+def test_openais_batch_format(work):
+    """Also with a line in our own form among the others."""
+    hello = dict(messages=[{"role": "user", "content": "Hi"}], max_tokens=3)
+    write_lines(openais("a", dict(model="bard", prompt=[ROMEO, JULIET], **GREEDY)),
+                openais("b", dict(prompt=ROMEO, frobnicate=1)), openais("c", dict(prompt=[ROMEO, [5000]])),
+                openais("d", hello, "/v1/chat/completions"), openais("e", {}, "/v1/embeddings"),
+                openais("f", {}, ["a"]), {"prompt": ROMEO}, openais("h", dict(prompt="x"), temperature=0))
+    options = dict(chat_template="chat.jinja", served_model_name="bard", code=1)
+    errors, found = work(**options).err, results()
+    assert [result.get("custom_id") for result in found.values()] == [*"abcdef", None, "h"]
+    whole, chat = (found[line]["response"]["body"]["choices"] for line in (1, 4))
+    assert [choice["text"] for choice in whole] == [text_after(ROMEO), text_after(JULIET)]
+    assert found[1]["error"] is None and found[1]["response"]["status_code"] == 200 and found[1]["id"]
+    assert chat[0]["message"]["content"] and texts() == {7: [text_after(ROMEO)]}
+    for line, word in ((2, "frobnicate"), (3, "5000"), (5, "/v1/embeddings"), (6, "['a']"), (8, "temperature")):
+        assert found[line]["response"]["status_code"] == 400 and word in found[line]["error"]["message"]
+        assert errors.count(f"line {line}:") == 1
+    assert "5 lines, 5 bad, 3 done before" in work(**options).err
+
+
 def test_stdin_and_stdout(work, monkeypatch):
     """Stdin may be a pipe, and a second run goes on. Without --output results are printed."""
     for output, before in (("out.jsonl", 0), ("out.jsonl", 2), (None, 0)):
@@ -140,25 +160,11 @@ def test_stdin_and_stdout(work, monkeypatch):
 
 
 def test_kinds_of_line_ends_and_blank_lines(work):
-    """Lines end with \n or \r\n, and with nothing else; blank ones are no lines. The mark that Windows editors begin a
-    file with is no text."""
+    """Only \n and \r\n end a line. The mark that Windows editors begin a file with is no text."""
     Path("in.txt").write_bytes("\ufeffeins\r\n\r\n \t\nzwei\u2028drei\n\n  vier\x0b \n\n".encode())
     assert "3 lines, 0 bad" in work("in.txt").err
     assert {line: result["prompt"] for line, result in results().items()} == {
         1: "eins", 4: "zwei\u2028drei", 6: "  vier\x0b "}
-
-
-def test_lines_without_a_file():
-    """A line is read to its requests or to a refusal, and its outputs make its result, whoever computes them."""
-    raw = b'{"id": 5, "prompt": "ROMEO:", "max_tokens": 3}'
-    line = read_line(raw, True, SamplingParams(temperature=0), None, {})
-    [[prompt, params, priority]] = line.requests
-    assert (prompt, params, priority) == ({"prompt": "ROMEO:"}, SamplingParams(temperature=0, max_tokens=3), 0)
-    line.outputs = shared_llm(**SMALL).generate(prompt, params)
-    found = result_of(line)
-    assert found["id"] == 5 and found["outputs"][0]["text"] == text_after("ROMEO:", max_tokens=3)
-    refused = read_line(raw.replace(b"3", b"-3"), True, SamplingParams(), None, {})
-    assert refused.requests == [] and "max_tokens" in result_of(refused)["error"] and result_of(refused)["id"] == 5
 
 
 # ---- Bad lines
@@ -186,7 +192,7 @@ def test_bad_lines_do_not_end_the_rest(work):
         assert word in told and ". " not in told and len(told) < 300, bad
         assert found[2 * i + 1] == {"error": told.split(": ", 1)[1]}
         assert found[2 * i + 2]["outputs"][0]["text"] == expected
-    assert nothing_left(shared_llm(**SMALL))
+    assert nothing_left(shared_llm())
 
 
 def test_bad_bytes_a_missing_template_and_an_output_that_went_wrong(work, monkeypatch):
@@ -214,7 +220,7 @@ def test_an_interrupted_run_goes_on(work, monkeypatch, max_num_seqs):
             captured = work(max_num_seqs=max_num_seqs, code=130)
         before, found = len(found), results()
         assert all(whole[line] == result for line, result in found.items()) and before <= len(found) < 8
-        assert nothing_left(shared_llm(**SMALL, max_num_seqs=max_num_seqs)) and "Traceback" not in captured.err
+        assert nothing_left(shared_llm(max_num_seqs=max_num_seqs)) and "Traceback" not in captured.err
         assert captured.err.splitlines()[-1] == "interrupted"
     num_good = sum("error" not in result for result in found.values())
     captured = work(max_num_seqs=max_num_seqs, code=1)
@@ -222,25 +228,12 @@ def test_an_interrupted_run_goes_on(work, monkeypatch, max_num_seqs):
     assert sum("outputs" in json.loads(line) for line in content().splitlines()) == 7  # none ran twice
 
 
-def test_a_process_that_is_killed_goes_on(work):
-    """kill -9, while results are being written."""
-    write_lines(*({"prompt": f"{i}. {ROMEO}", "max_tokens": 9} for i in range(300)))
-    command = [sys.executable, str(ROOT / "engine.py"), "--prompts", "in.jsonl", "--output", "out.jsonl"]
-    options = ["--temperature=0", "--max-tokens=12", "--device=cpu", "--max-num-seqs=2"]
-    with subprocess.Popen(command + options, stderr=subprocess.DEVNULL) as child:
-        while child.poll() is None and not (Path("out.jsonl").exists() and content()):
-            time.sleep(0.02)
-        child.send_signal(signal.SIGKILL)
-    before, _, _ = content().rpartition(b"\n")  # half a result may follow
-    num_before = content().count(b"\n")
-    assert 0 < num_before < 300 and child.returncode == -signal.SIGKILL
-    assert f"{300 - num_before} lines, 0 bad, {num_before} done before" in work().err
-    assert content().startswith(before) and len(results()) == content().count(b"\n") == 300
-
-
 def test_half_a_result_is_no_result(work):
-    """A run goes on from any byte at which it was killed."""
-    work()
+    """A run goes on from any byte at which it was killed. Results are in the file as soon as their lines are done."""
+    lengths = []
+    with at_each_step(lambda _: lengths.append(len(content()))):
+        work(max_num_seqs=1)
+    assert len(set(lengths)) == 3 and lengths[0] == 0
     whole, raw = results(), content()
     line_end = raw.index(b"\n")
     for cut in {0, 1, 8, 9, 10, len(raw) - 1, *range(20, len(raw), 797), line_end, line_end + 1}:
@@ -251,8 +244,7 @@ def test_half_a_result_is_no_result(work):
 
 def test_a_line_that_failed_is_tried_again(work, monkeypatch):
     """Corrected or not, or taken out at the end: its error stands in nobody's way."""
-    in_openais_form = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": ROMEO} | GREEDY}
-    lines = [{"prompt": ROMEO}, {"prompt": JULIET}, in_openais_form, "{", "{"]
+    lines = [{"prompt": ROMEO}, {"prompt": JULIET}, openais("a", {"prompt": ROMEO} | GREEDY), "{", "{"]
     write_lines({"prompt": ROMEO, "temperature": "hot"}, *lines[1:])
     with monkeypatch.context() as patch:
         patch.setattr(LLM, "read_request", Mock(side_effect=ValueError("there is no room at present")))
@@ -304,25 +296,11 @@ def test_files_that_cannot_be_used(work, source, target, words):
     assert not Path("out.jsonl").exists()
 
 
-def test_a_full_disk(work):
-    """The disk takes half of the only result. A limit for the size of files is a full disk, with another reason."""
-    resource = pytest.importorskip("resource")
-    write_lines(LINES[0])
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200, limits[1]))
-    try:
-        assert work(code=2).err.splitlines()[-1].endswith("File too large")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    work()
-    assert texts() == {1: [text_after(ROMEO)]} and nothing_left(shared_llm(**SMALL))
-
-
 # ---- How much at once
 
 def test_requests_are_taken_up_as_there_is_room():
     """At most one step's worth of sequences runs and about as many wait, however many requests there are."""
-    llm = shared_llm(num_blocks=128, max_num_seqs=4)
+    llm = shared_llm(max_num_seqs=4)
     taken, finished, most = 0, [], 0
 
     def requests():
@@ -359,20 +337,6 @@ def test_several_threads_run_lines_of_one_engine_together():
     for thread, texts_of_thread in enumerate(found):
         assert texts_of_thread == {i: text_after(f"{thread} {i}", max_tokens=1 + i % 4) for i in range(9)}
     assert most > 8 and nothing_left(llm)
-
-
-def test_what_is_under_way_is_aborted_with_the_generator():
-    """Requests of others, which the engine computes beside it, are neither waited for nor given out nor aborted."""
-    llm = shared_llm(**SMALL)
-    others = [llm.add_request(JULIET, SamplingParams(max_tokens=n)) for n in (2, 90)]
-    running = Progress(llm).run((i, ROMEO, SamplingParams(max_tokens=3 + 90 * i), 0) for i in range(3))
-    assert next(running)[0] == 0
-    running.close()
-    [(key, output)] = Progress(llm).run([("mine", ROMEO, SamplingParams(max_tokens=5), 0)])
-    assert key == "mine" and output.prompt == ROMEO and llm.has_unfinished_requests()
-    for request_id in others:
-        llm.abort_request(request_id)
-    assert nothing_left(llm)
 
 
 # ---- The progress bar

@@ -12,21 +12,11 @@ from nanopaged.sampling_params import BeamSearchParams
 from nanopaged.tests.helpers import GOLDEN, load
 
 
-def test_beams_fork_and_die():
-    """The example that nanopaged/features/beam.py opens with."""
-    dot, a, b, c, d, e = range(6)
-    beams = BeamGroup(BeamSearchParams(2, max_tokens=10), {dot}, 10)
-    assert beams.extend([[(a, -0.4), (c, -0.7), (e, -3.0)]]) == [(0, a), (0, c)]
-    assert beams.extend([[(b, -0.5), (dot, -0.7), (d, -1.2)], [(dot, -1.2), (e, -1.3)]]) == [(0, b), (0, d)]
-    assert [beam.token_ids for beam in beams.live] == [[a, b], [a, d]]
-    assert [(beam.token_ids, round(beam.cumulative_logprob, 6), beam.finish_reason) for beam in beams.ended] == [
-        ([a, dot], -1.1, "stop")] and beams.live
-
-
-# ---- Against the search as beam.py's first lines tell it
-
 class Reference:
-    """All candidates in one list, sorted. live: (tokens, logprob); ended: (score, tokens, logprob, finish reason)"""
+    """The search as beam.py's first lines tell it: all candidates in one list, sorted.
+
+    live: (tokens, logprob); ended: (score, tokens, logprob, finish reason)
+    """
 
     def __init__(self, params: BeamSearchParams, eos: set[int]):
         self.params, self.eos, self.live, self.ended = params, set() if params.ignore_eos else eos, [([], 0.0)], []

@@ -1,8 +1,5 @@
 """bench.py, the program. No test depends on its figures."""
 import json
-import os
-import runpy
-import sys
 import time
 from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
@@ -12,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 import bench
-from nanopaged.tests.helpers import ROOT
+from nanopaged.tests.helpers import load
 from nanopaged.text.tokenizer import load_tokenizer
 
 TINY = bench.QWEN3 | dict.fromkeys(bench.SIZES, 1) | dict(hidden_size=8, head_dim=8, num_key_value_heads=1)
@@ -33,8 +30,7 @@ def test_bench_leaves_out_what_a_card_is_too_small_for_and_nothing_else(capsys):
 
 
 def test_bench_times_steps_and_leaves_an_idle_engine():
-    """Decode steps, prompts that arrive meanwhile, and drafts: all of them come true, or none. A step is launched ahead
-    as on a GPU."""
+    """Decode steps, prompts that arrive meanwhile, and drafts: all of them come true, or none."""
     guesses = SimpleNamespace(propose=lambda token_ids, k: [0] * k)
     tiny = bench.random_llm(TINY, max_model_len=256, device="cpu", speculative_config={"method": lambda: guesses})
     tiny.engine.lookahead = 1
@@ -48,6 +44,14 @@ def test_bench_times_steps_and_leaves_an_idle_engine():
         assert bench.draft_ms(tiny, drafting, p, 2, context=8, steps=3) > 0
         assert drafting.metrics.mean_acceptance_length == pytest.approx(length, abs=0.01)
     assert tiny.engine.is_idle and not tiny.requests
+
+
+def test_bench_counts_experts(monkeypatch):
+    monkeypatch.setattr(bench, "random_prompts", lambda seed, lengths: [[i] * 8 for i, _ in enumerate(lengths)])
+    llm = load("qwen3-moe", device="cpu")
+    assert bench.experts_chosen(llm, 1, 8) == 3 and 3 <= bench.experts_chosen(llm, 4, 8) <= 7
+    assert bench.experts_read(dict(num_experts=7, num_experts_per_tok=3), 2) == pytest.approx(7 - 7 * (4 / 7) ** 2)
+    assert bench.experts_read({}, 5) == 1 and llm.engine.is_idle
 
 
 def test_the_tokenizer_of_random_words_is_one(tmp_path):
@@ -66,7 +70,8 @@ def test_bench_knows_the_rows_that_it_has_peers_for(monkeypatch):
     monkeypatch.setattr(bench, "random_llm", lambda *_, **__: llm)
     monkeypatch.setattr(bench, "random_prompts", lambda *_: [[0]])
     monkeypatch.setattr(bench, "workload_256", lambda *_: ([[0]], [1]))
-    for name in ("attention_seconds", "decode_ms", "draft_ms", "prefill_rate", "rate", "first_token_after"):
+    for name in ("attention_seconds", "decode_ms", "draft_ms", "prefill_rate", "rate", "first_token_after",
+                 "experts_chosen"):
         monkeypatch.setattr(bench, name, lambda *_, **__: 1.0)
     monkeypatch.setattr(bench, "step_times", lambda *_, **__: [1.0] * 3)
     monkeypatch.setattr(bench, "rate_and_host_ms", lambda *_: (1.0, 1.0))
@@ -106,10 +111,3 @@ def test_bench_refuses_first_what_it_cannot_do_and_has_a_plain_help(monkeypatch,
         bench.main(["--help"])
     assert "Workload 256 is" in (text := capsys.readouterr().out) and "**" not in text  # a terminal has no bold type
 
-
-def test_a_reader_of_bench_that_goes_away_sees_no_traceback(monkeypatch):
-    """At its end the interpreter would flush stdout once more."""
-    monkeypatch.setattr(sys, "argv", ["bench.py", "--quick", "--only", "sched"])
-    monkeypatch.setattr(sys, "stdout", Mock(write=Mock(side_effect=BrokenPipeError)))
-    runpy.run_path(str(ROOT / "bench.py"), run_name="__main__")
-    assert sys.stdout.name == os.devnull

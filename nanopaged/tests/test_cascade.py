@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kernel
-from engine import BlockManager, Sampled, Scheduler, Sequence, Status
+from engine import BlockManager, Order, Sampled, Scheduler, Sequence, Status
 from nanopaged import SamplingParams, tiles
 from nanopaged.device.pool import FP8
 from nanopaged.features import cascade
@@ -20,7 +20,7 @@ from nanopaged.tests.test_graphs import record_graphs
 
 
 def decoding(table, seq_len, num_drafts=0):
-    seq = Sequence([0] * seq_len, (0, 0, 0), 10**6)
+    seq = Sequence([0] * seq_len, Order(0, 0, 0), 10**6)
     seq.block_table, seq.num_computed_tokens = list(table), seq_len
     return seq, 1 + num_drafts
 
@@ -135,7 +135,7 @@ def test_steps_of_a_scheduler(num_blocks):
     for arrival in range(400):
         if rng.random() < 0.3:
             prompt = rng.choice(texts)[:rng.randint(100, 700)]
-            alive.append(Sequence(list(prompt), (0, arrival, 0), len(prompt) + rng.randint(1, 60)))
+            alive.append(Sequence(list(prompt), Order(0, arrival, 0), len(prompt) + rng.randint(1, 60)))
             plan.add(alive[-1])
         if alive and rng.random() < 0.03:
             plan.finish(rng.choice(alive), "abort")
@@ -156,7 +156,7 @@ def test_what_was_found_ends_with_a_step_that_fails(is_searched):
     """A does not read the prefix cache, so it starts over at token 0. The batch is the same as before: one token of B
     and one of A."""
     plan, finder = Scheduler(BlockManager(200, 1), 2, 2), Cascade(1, 64, 2, least_tokens=1)
-    a, b = Sequence([*range(66)], (1, 0, 0), 100), Sequence([*range(67)], (0, 1, 0), 100)
+    a, b = Sequence([*range(66)], Order(1, 0, 0), 100), Sequence([*range(67)], Order(0, 1, 0), 100)
     a.finds_prefix = False
 
     def next_step():

@@ -1,6 +1,4 @@
-"""Tests of nanopaged.weights.checkpoint: what it finds and reads, how little memory it takes, and what it says of bad
-files."""
-import ctypes
+"""nanopaged.weights.checkpoint: what it finds and reads, how little memory it takes, and what it says of bad files."""
 import json
 import pickle
 import re
@@ -10,16 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanopaged.tests.helpers import BUNDLED, GOLDEN, complaint
-from nanopaged.weights.checkpoint import (
-    DTYPES,
-    WEIGHT_FILES,
-    eos_token_ids,
-    find_on_disk,
-    read_config,
-    read_safetensors,
-    read_tensors,
-)
+from nanopaged.tests.helpers import BUNDLED, GOLDEN, complaint, write_files
+from nanopaged.weights.checkpoint import DTYPES, eos_token_ids, find_on_disk, read_config, read_tensors
 
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n"
 NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
@@ -31,13 +21,11 @@ def entry(tensor, begin):
 
 
 def raw_bytes(tensor):
-    tensor = tensor.contiguous()
-    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+    return bytes(tensor.reshape(-1).view(torch.uint8).tolist())
 
 
 def write_safetensors(path, tensors, pad=0, header=None):
-    """Write the format by hand, the data aligned. `pad` spaces after the header shift the data; `header` replaces the
-    true one."""
+    """The format, the data aligned but for `pad` spaces in front of it. header: in place of the true one"""
     entries, data = {"__metadata__": {"format": "pt"}}, []
     for name, tensor in tensors.items():
         entries[name] = entry(tensor, sum(map(len, data)))
@@ -45,10 +33,6 @@ def write_safetensors(path, tensors, pad=0, header=None):
     text = json.dumps(entries if header is None else header).encode()
     text += b" " * (-len(text) % 8 + pad)
     path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(data))
-
-
-def save_bin(path, tensors):
-    torch.save(tensors, path)
 
 
 def write_index(path, weight_map):
@@ -81,11 +65,8 @@ def test_finds_a_directory(tmp_path, monkeypatch):
         assert find_on_disk(name) == Path(name)
     for model, path in (("shakespeare", BUNDLED), (str(BUNDLED), BUNDLED), ("model", "model")):
         assert re.search(f"'main' was .* {path}, .* leave it out", complaint(find_on_disk, model, "main"))
-
-
-@pytest.mark.parametrize("name", ["gpt2", "org/model", "Qwen/Qwen3-0.6B", "a_b/c.d-e"])
-def test_names_on_the_hub(name):
-    assert find_on_disk(name) is find_on_disk(name, "v1") is None
+    for name in ("gpt2", "org/model", "Qwen/Qwen3-0.6B", "a_b/c.d-e"):  # on the Hub
+        assert find_on_disk(name) is find_on_disk(name, "v1") is None
 
 
 @pytest.mark.parametrize("names, words", [
@@ -93,8 +74,7 @@ def test_names_on_the_hub(name):
     (["model.Q8_0.gguf"], ["GGUF", "model.Q8_0.gguf", "Hugging Face layout"])])
 @pytest.mark.parametrize("has_config", [False, True])
 def test_a_directory_in_another_format(tmp_path, names, words, has_config):
-    for name in [*names, *["config.json"] * has_config]:
-        (tmp_path / name).write_text("{}")
+    write_files(tmp_path, dict.fromkeys([*names, *["config.json"] * has_config], {}))
     message = complaint(lambda: list(read_tensors(find_on_disk(str(tmp_path)))))
     assert message.startswith(str(tmp_path)) and all(word in message for word in words)
 
@@ -141,9 +121,8 @@ def test_broken_config_is_an_error(tmp_path, text, problem):
     ({"eos_token_id": 2}, {"eos_token_id": [5, 7]}, {2, 5, 7}), ({"eos_token_id": [2, 5]}, {"eos_token_id": 2}, {2, 5}),
     ({}, {"eos_token_id": 0}, {0}), *(({}, {"eos_token_id": value}, None) for value in ("2", [2, None], True, 2.0))])
 def test_every_eos_token_counts(tmp_path, config, generation, expected):
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    if generation is not None:
-        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    generation = {} if generation is None else {"generation_config.json": generation}
+    write_files(tmp_path, {"config.json": config} | generation)
     if expected is not None:
         assert eos_token_ids(tmp_path) == expected
     else:
@@ -175,9 +154,8 @@ def test_reads_every_dtype_at_every_alignment(tmp_path, pad):
 @pytest.mark.parametrize("kind, index", [
     ("safetensors", "model.safetensors.index.json"), ("bin", "pytorch_model.bin.index.json")])
 def test_reads_shards_in_their_mapped_files_one_at_a_time(tmp_path, kind, index):
-    """Reading takes no memory of its own. The tensor that the loop still holds leaves a mapping behind, so two shards
-    are mapped at most."""
-    write, found = write_safetensors if kind == "safetensors" else save_bin, {}
+    """Reading takes no memory of its own. Two shards are mapped at most: the loop still holds a tensor of the first."""
+    write, found = write_safetensors if kind == "safetensors" else lambda path, tensors: torch.save(tensors, path), {}
     tensors = {f"{i}.{j}": torch.full([1 << 10], 4 * i + j) for i in range(3) for j in range(4)}
     files = {name: f"shard-{name[0]}.{kind}" for name in tensors}
     for file in set(files.values()):
@@ -208,21 +186,18 @@ def test_prefers_safetensors_and_ignores_other_files(tmp_path):
     assert_same(read_tensors(tmp_path), SAMPLE)
 
 
-def test_reads_the_goldens():
-    for directory in sorted(path.parent for path in GOLDEN.glob("*/config.json")):
-        assert find_on_disk(str(directory)) == directory and read_config(directory)["model_type"]
-        assert eos_token_ids(directory)
-        assert all(tensor.numel() for _, tensor in read_tensors(directory)), directory
+def test_reads_what_the_package_safetensors_reads():
     safetensors = pytest.importorskip("safetensors.torch")
-    for file in sorted(GOLDEN.glob("*/*.safetensors")):
-        assert_same(read_safetensors(file), safetensors.load_file(file))
+    for file in sorted(GOLDEN.glob("*/model.safetensors")):
+        assert_same(read_tensors(file.parent), safetensors.load_file(file))
 
 
 # What is said of bad files
 
 def test_no_weights(tmp_path):
     message = read_error(tmp_path, FileNotFoundError)
-    assert all(name in message for name in WEIGHT_FILES) and "not read" not in message
+    assert message.endswith("looked for model.safetensors, model.safetensors.index.json, pytorch_model.bin, "
+                            "pytorch_model.bin.index.json")
     (tmp_path / "consolidated.00.safetensors").write_text("")
     assert "(not read: consolidated.00.safetensors)" in read_error(tmp_path, FileNotFoundError)
 
@@ -300,7 +275,7 @@ class Code:
 
 def test_bin_that_cannot_be_loaded(tmp_path, capsys):
     file, damaged = tmp_path / "pytorch_model.bin", "cannot be loaded: it is damaged or holds more than tensors"
-    save_bin(file, {"a": Code()})
+    torch.save({"a": Code()}, file)
     whole = file.read_bytes()
     for contents, problem in (
             (whole, damaged), (pickle.dumps({"a": Code()}, protocol=2), damaged), (whole[:len(whole) // 2], damaged),

@@ -1,37 +1,28 @@
 """The command line, mostly run inside this process: texts go to stdout, everything else to stderr, bad input gets one
 sentence and exit code 2."""
 import functools
+import importlib
 import inspect
 import io
 import itertools
-import json
-import os
 import re
-import select
-import signal
-import subprocess
 import sys
-import time
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import fields, replace
-from pathlib import Path
 from types import NoneType, SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 
-import nanopaged
 from nanopaged import LLM, BeamSearchParams, SamplingParams
 from nanopaged.api.request import Request
 from nanopaged.cli import main as cli
 from nanopaged.cli.main import main
-from nanopaged.cli.status import Progress
 from nanopaged.device.runner import Runner
+from nanopaged.features import conversation
 from nanopaged.options import OPTIONS
-from nanopaged.outputs import RequestMetrics
-from nanopaged.tests.helpers import BUNDLED, ROOT, complaint
+from nanopaged.tests.helpers import BUNDLED, ROOT, complaint, write_files
 
-SMALL = dict(num_blocks=128, block_size=16)  # a pool so small that many engines fit beside each other
 ROMEO, JULIET = "ROMEO: But soft", "JULIET: Ay me"
 GREEDY = dict(temperature=0, max_tokens=12)
 
@@ -39,10 +30,10 @@ loaded = functools.cache(LLM)
 
 
 def shared_llm(model: str = "shakespeare", **options) -> LLM:
-    """The engine for main in place of the class LLM: the same options get the same engine, which is loaded once. The
-    engine's own seed is for requests without one, which the command line does not make. An engine on a CPU is ready at
-    once; test_package.py runs the program on a GPU."""
-    options = dict(device="cpu") | options | dict(enforce_eager=True, seed=0)
+    """The engine for main in place of the class LLM: the same options get the same engine, which is loaded once. (Its
+    seed is for requests without one, which the command line does not make. test_package.py has a program on a GPU.)"""
+    small = dict(device="cpu", num_blocks=128, block_size=16)  # so many engines fit beside each other
+    options = small | options | dict(enforce_eager=True, seed=0)
     return loaded(model, **dict(sorted(options.items())))
 
 
@@ -72,14 +63,14 @@ def call(capsys):
     """Runs the program with words and options, checks the exit code, and returns what was printed."""
     def call(*argv: str, code: int = 0, llm_class=shared_llm, **options):
         capsys.readouterr()
-        assert run(*argv, *words(**SMALL | options), llm_class=llm_class) == code
+        assert run(*argv, *words(**options), llm_class=llm_class) == code
         return capsys.readouterr()
 
     return call
 
 
 def generate(prompts, **params):
-    return shared_llm(**SMALL).generate(prompts, SamplingParams(**GREEDY | params))
+    return shared_llm().generate(prompts, SamplingParams(**GREEDY | params))
 
 
 def text_after(prompt, **params) -> str:
@@ -96,9 +87,8 @@ def assert_refused(captured, *words: str):
 
 
 def nothing_left(llm: LLM) -> bool:
-    manager, scheduler = llm.scheduler.block_manager, llm.scheduler
-    busy = llm.has_unfinished_requests() or scheduler.running or scheduler.waiting
-    return not busy and manager.num_free_blocks == manager.num_blocks
+    manager = llm.scheduler.block_manager
+    return llm.engine.is_idle and not llm.requests and manager.num_free_blocks == manager.num_blocks
 
 
 @contextmanager
@@ -207,18 +197,10 @@ def test_sampling_options_become_sampling_parameters(asked_params, name):
     assert asked_params(*argv, prompt="x") == replace(ours, **{name: value}) != ours
 
 
-def checkpoint(folder: Path, **generation_config) -> str:
-    """The bundled model with another generation_config.json."""
-    for file in BUNDLED.iterdir():
-        if file.name != "generation_config.json":
-            (folder / file.name).symlink_to(file)
-    (folder / "generation_config.json").write_text(json.dumps(generation_config))
-    return str(folder)
-
-
 def test_the_checkpoint_may_say_the_defaults(asked_params, monkeypatch, tmp_path):
     """The command line goes before what the checkpoint recommends, and the checkpoint before our defaults."""
-    plain = dict(prompt="x", model=checkpoint(tmp_path, temperature=0.5, top_k=9, max_new_tokens=20))
+    settings = {"generation_config.json": dict(temperature=0.5, top_k=9, max_new_tokens=20)}
+    plain = dict(prompt="x", model=write_files(tmp_path, settings, BUNDLED.iterdir()))
     without = plain | dict(generation_config="vllm")
     ours = SamplingParams(max_tokens=256, temperature=0.8, seed=0)
     theirs = SamplingParams(max_tokens=20, temperature=0.5, top_k=9, seed=0)
@@ -226,7 +208,7 @@ def test_the_checkpoint_may_say_the_defaults(asked_params, monkeypatch, tmp_path
                           (plain | dict(top_k=0, max_tokens=5), replace(theirs, top_k=0, max_tokens=5))):
         assert asked_params(**options) == read
     for is_sampled, temperature in ((True, 0.8), (False, 0.0)):
-        monkeypatch.setattr(shared_llm(**SMALL), "default_params", dict(do_sample=is_sampled))
+        monkeypatch.setattr(shared_llm(), "default_params", dict(do_sample=is_sampled))
         assert asked_params(prompt="x") == replace(ours, temperature=temperature)
 
 
@@ -243,17 +225,6 @@ def test_the_status_line_tells_of_tokens_time_and_blocks(call):
     options = dict(ignore_eos=True, num_blocks=30, block_size=10, data_parallel_size=2)
     for num_tokens, blocks in ((40, 8), (20, 4)):  # of two texts: the most of this run, which is less than of the first
         assert f", {blocks}/60 blocks" in call(prompt=["O", "A"], max_tokens=num_tokens, **options).err
-
-
-@pytest.mark.parametrize("drafts", [None, RequestMetrics(10**9, 10**9, 10**9)], ids=["plain", "with drafts"])
-def test_the_status_lines_fit_100_columns(drafts):
-    progress = Progress(shared_llm(**SMALL))
-    progress.llm = SimpleNamespace(**vars(progress.llm) | dict(limited_by="pool"))
-    progress.before, progress.started = (-10**9, -10**9, -10**9), progress.started - 12.3
-    progress.first, progress.num_cut, progress.num_new, progress.drafts = time.perf_counter(), 1, 10**9, drafts
-    for how in (dict(end="length", after_first=True), dict(start="1000000 lines, 999999 of them done before")):
-        lines = progress.report(**how).splitlines()
-        assert all(len(line) <= 100 for line in lines) and len(lines) == 3  # the last one is about the model's limit
 
 
 def let_go_wrong(monkeypatch, prompt: str) -> None:
@@ -336,7 +307,7 @@ def test_several_prompts_have_a_progress_bar(call, monkeypatch, more):
 def test_beams_with_their_scores(call):
     options = dict(beam_width=3, max_tokens=6)
     captured = call(prompt=[ROMEO, JULIET], length_penalty=0.5, ignore_eos=True, **options)
-    outputs = shared_llm(**SMALL).beam_search([ROMEO, JULIET], BeamSearchParams(
+    outputs = shared_llm().beam_search([ROMEO, JULIET], BeamSearchParams(
         length_penalty=0.5, ignore_eos=True, **options))
     assert_in_order(captured.out, [f"=== {output.prompt!r} [{beam.index}] score {beam.score:.4f}\n{beam.text}\n"
                                    for output in outputs for beam in output.outputs])
@@ -396,22 +367,19 @@ def test_options_that_need_others_or_exclude_them(capsys, monkeypatch):
     (dict(prompt="x", chat=True), "--chat-template"), (dict(prompt="x", model="./nowhere"), "./nowhere"),
     (dict(prompt="x", dtype="int8"), "dtype must be")], ids=lambda value: repr(value)[:50])
 def test_models_and_prompts_that_can_never_run(call, options, word):
-    """The model may be loaded by then, which stderr may say; the error comes last, stdout stays empty, and the engine
-    is as it was. (test_params.py and test_llm.py have all values that are refused.)"""
+    """stderr may say that the model is loaded. (test_params.py and test_llm.py have all values that are refused.)"""
     captured = call(**options, code=2)
     assert captured.out == ""
     *status, error = captured.err.splitlines()
     assert error.startswith("error: ") and word in error and len(error) < 300
     assert len(status) <= 1 and not any("error" in line for line in status)
-    assert nothing_left(shared_llm(**SMALL))
+    assert nothing_left(shared_llm())
 
 
 # ---- Edges that are no errors
 
 def test_help_names_every_option_with_its_default(capsys):
     """A number or a word that is an option's default stands in brackets behind it."""
-    assert run("--version") == 0
-    assert capsys.readouterr().out == f"nanopaged {nanopaged.__version__}\n"
     assert run("--help") == 0
     captured = capsys.readouterr()
     lines = captured.out.splitlines()
@@ -434,17 +402,6 @@ def test_help_names_every_option_with_its_default(capsys):
 
 # ---- Streams that are closed or full
 
-@pytest.mark.parametrize("name", ["stdin", "stdout", "stderr"])
-def test_a_closed_stream(call, monkeypatch, name):
-    """After <&- in the shell the interpreter has None for stdin. It is an error where it is needed only."""
-    monkeypatch.setattr(sys, name, None)
-    for options in (dict(chat=True), dict(prompts="-")) if name == "stdin" else ():
-        assert_refused(call(**options, llm_class=no_llm, code=2), "stdin is closed", "--prompt TEXT")
-    captured = call(prompt=ROMEO, **GREEDY)
-    assert captured.out == ("" if name == "stdout" else f"{ROMEO}{text_after(ROMEO)}\n")
-    assert ("12 new at" in captured.err) == (name != "stderr") and "error" not in captured.err
-
-
 class Full(io.StringIO):
     """A stream as /dev/full is: it still has what it could not write when the interpreter flushes it at its end."""
 
@@ -452,13 +409,18 @@ class Full(io.StringIO):
         raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("options, code", [({}, 0), (dict(n=2), 0), (dict(top_p=2), 2)],
-                         ids=["one text", "two texts", "an error"])
-def test_what_a_full_stderr_cannot_take_is_lost(call, monkeypatch, options, code):
-    monkeypatch.setattr(sys, "stderr", Full())
-    captured = call(prompt=ROMEO, max_tokens=4, code=code, **options)
-    sys.stderr.flush()
-    assert captured.out.count(ROMEO) == (0 if code else options.get("n", 1)) and captured.err == ""
+@pytest.mark.parametrize("name, stream", [("stdin", None), ("stdout", None), ("stderr", None), ("stderr", Full())])
+def test_a_closed_or_full_stream(call, monkeypatch, name, stream):
+    """After <&- in the shell the interpreter has None for stdin. What stderr cannot take is lost."""
+    monkeypatch.setattr(sys, name, stream)
+    for options in (dict(chat=True), dict(prompts="-")) if name == "stdin" else ():
+        assert_refused(call(**options, llm_class=no_llm, code=2), "stdin is closed", "--prompt TEXT")
+    captured = call(prompt=ROMEO, **GREEDY)
+    assert captured.out == ("" if name == "stdout" else f"{ROMEO}{text_after(ROMEO)}\n")
+    assert ("12 new at" in captured.err) == (name != "stderr") and "error" not in captured.err
+    assert call(prompt=ROMEO, top_p=2, code=2).out == ""
+    if name == "stderr":
+        sys.stderr.flush()
 
 
 # ---- Ctrl-C
@@ -469,7 +431,7 @@ def test_an_interrupt_inside_a_step_ends_cleanly(call, options, when):
     with interrupted_at(when):
         captured = call(**dict(prompt=ROMEO, temperature=0, max_tokens=50) | options, code=130)
     assert "Traceback" not in captured.err and "error" not in captured.err
-    assert nothing_left(shared_llm(**SMALL))
+    assert nothing_left(shared_llm())
     if options:
         assert captured.out == ""
     else:
@@ -498,7 +460,7 @@ def answer_to(*turns: str, system: str = "", max_tokens: int = 12, **template) -
     """The model's answer to a conversation, which is a list of the texts of user, assistant, user ..."""
     messages = [{"role": "system", "content": system}] * bool(system)
     messages += [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
-    prompt = shared_llm(**SMALL).chat_prompt(messages, chat_template=TEMPLATE, chat_template_kwargs=template)
+    prompt = shared_llm().chat_prompt(messages, chat_template=TEMPLATE, chat_template_kwargs=template)
     return text_after(prompt, max_tokens=max_tokens)
 
 
@@ -550,8 +512,7 @@ def cached_tokens(err: str) -> list[tuple[int, int]]:
 
 
 def test_a_conversation(talk, capsys):
-    """Every question comes with the turns before it, whose blocks are in the pool. Empty lines are no questions.
-    Answers stream."""
+    """Every question comes with the turns before it, whose blocks are in the pool. Answers stream."""
     seen = []
     with at_each_step(lambda _: seen.append(capsys.readouterr())):
         seen.append(talk("What is your name?", "", "  ", "Whence come you?", "And whither?"))
@@ -560,11 +521,11 @@ def test_a_conversation(talk, capsys):
     assert captured.out == answers_to("What is your name?", "Whence come you?", "And whither?")
     (first_prompt, _), (second_prompt, second), (third_prompt, third) = cached_tokens(captured.err)
     assert first_prompt - 16 < second < second_prompt and second_prompt - 16 < third < third_prompt
-    assert captured.err.endswith("> \n") and "error" not in captured.err and nothing_left(shared_llm(**SMALL))
+    assert captured.err.endswith("> \n") and "error" not in captured.err and nothing_left(shared_llm())
 
 
 def test_quotes_begin_and_end_a_message_of_several_lines(talk):
-    captured = talk('"""Who', "", 'is there?"""', '"""', " Hi", '"""', '"""one line"""', '"""', "dropped",
+    captured = talk('"""Who', "", 'is there?""" ', '"""', " Hi", '"""', '"""one line"""', '"""', "dropped",
                     KeyboardInterrupt, "Go on.", '"""', "no end")
     assert captured.out == answers_to("Who\n\nis there?", " Hi", "one line", "Go on.")
 
@@ -580,14 +541,13 @@ def test_commands_of_a_conversation(talk):
 
 
 def test_ctrl_c_stops_an_answer_and_ctrl_d_leaves(talk):
-    """The part of an answer that came before Ctrl-C belongs to the conversation; a question without any answer does
-    not."""
+    """The part of an answer that came belongs to the conversation; a question without any answer does not."""
     with interrupted_at(5, 6):  # after five tokens of the first answer, and before the second
         captured = talk("Speak, speak!", "Too soon.", KeyboardInterrupt, "Go on.")
     half = answer_to("Speak, speak!", max_tokens=5)
     assert captured.out == f"{half}\n\n{answer_to('Speak, speak!', half, 'Go on.')}\n"
     assert captured.err.count("stopped") == 2 and captured.err.count("Ctrl-D leaves") == 2
-    assert nothing_left(shared_llm(**SMALL))
+    assert nothing_left(shared_llm())
 
 
 def test_a_bad_question_does_not_end_the_conversation(talk):
@@ -612,96 +572,22 @@ def test_a_conversation_may_go_on_for_ever(talk, monkeypatch):
 
 
 @pytest.mark.parametrize("more", [{}, dict(prompt="Hi")], ids=["conversation", "message"])
-def test_what_a_conversation_needs(talk, chat, tmp_path, more):
+def test_what_a_conversation_needs(talk, chat, more):
     """The program says so before it asks for anything, in the sentence of LLM.chat."""
     if not more:
         assert_refused(talk(n=2, llm_class=no_llm, code=2), "--n", "a conversation has one answer at a time")
     del chat["chat_template"]
-    (tmp_path / "model").mkdir()
-    sentence = complaint(shared_llm(**SMALL).chat, [{"role": "user", "content": "Hi"}])
-    for options in ({}, dict(model=checkpoint(tmp_path / "model"))):
-        captured = talk(AssertionError("asked"), code=2, **more, **options)
-        assert captured.out == "" and "Qwen/Qwen3-0.6B" in sentence
-        assert captured.err.endswith(f"\nerror: {sentence.replace('chat_template=', '--chat-template')}\n")
+    sentence = complaint(shared_llm().chat, [{"role": "user", "content": "Hi"}])
+    captured = talk(AssertionError("asked"), code=2, **more)
+    assert captured.out == "" and "Qwen/Qwen3-0.6B" in sentence
+    assert captured.err.endswith(f"\nerror: {sentence.replace('chat_template=', '--chat-template')}\n")
 
 
-# ---- In a terminal
-
-class Terminal:
-    """A real terminal with a Python program: keys are typed, Ctrl-C and Ctrl-D among them."""
-
-    def __init__(self, *argv: str, term: str):
-        self.master, slave = os.openpty()
-        self.shown = ""
-
-        def take_terminal():
-            os.login_tty(slave)
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a job in the background passes on that it ignores Ctrl-C
-
-        environment = os.environ | {"TERM": term, "PYTHONIOENCODING": "utf-8", "INPUTRC": os.devnull}
-        self.child = subprocess.Popen([sys.executable, *argv], cwd=ROOT, env=environment, preexec_fn=take_terminal)
-        os.close(slave)
-
-    def close(self) -> None:
-        self.child.kill()
-        self.child.wait()
-        os.close(self.master)
-
-    def type(self, keys: bytes) -> None:
-        os.write(self.master, keys)
-
-    def shows(self, pattern: str, after: int = 0, seconds: float = 30) -> bool:
-        """Whether a text that matches is shown within this time, after so many characters."""
-        deadline = time.monotonic() + seconds
-        while not re.search(pattern, self.shown[after:], re.S) and time.monotonic() < deadline:
-            if select.select([self.master], [], [], 0.1)[0]:
-                self.shown += os.read(self.master, 10_000).decode("utf-8", "replace")
-        return bool(re.search(pattern, self.shown[after:], re.S))
-
-
-CONVERSATION = """
-import time
-from nanopaged.features.conversation import converse
-
-def answer(prompt, said):
-    for piece in ("an", "swer", f"ed {prompt['last']!r}\\n"):
-        said.append(piece)
-        print(piece, end="", flush=True)
-        time.sleep(60 if prompt["last"] == "next" else 0.1)
-
-def render(messages):
-    return dict(prompt_token_ids=[1], last=messages[-1]["content"])
-
-raise SystemExit(converse([], render, answer, 100))
-"""
-
-
-@pytest.mark.parametrize("term, more", [("xterm", ""), ("dumb", ""), (
-    "xterm", "import sys; sys.modules['readline'] = None")], ids=["xterm", "dumb", "without readline"])
-def test_a_conversation_in_a_terminal(term, more):
-    """Lines that are pasted together are one message, and the key up brings back an earlier message. Ctrl-C stops an
-    answer, and drops what is typed; Ctrl-D leaves. A dumb terminal gets no escape sequences, and so cannot mark what is
-    pasted. Without readline, as on Windows, there are plain lines."""
-    with closing(Terminal("-c", more + CONVERSATION, term=term)) as terminal:
-        edits, marks = not more, term == "xterm" and not more
-        assert terminal.shows("> ")
-        # A terminal sends these marks around the lines, and carriage returns between them.
-        pasted = b"\x1b[200~def f():\r    return 5\x1b[201~\r" if marks else b"Hi\r"
-        message = repr("def f():\n    return 5" if marks else "Hi")
-        for keys in (pasted, b"\x1b[A\r" if edits else b"Hi\r"):  # the key up
-            start = len(terminal.shown)
-            terminal.type(keys)
-            assert terminal.shows(re.escape(f"answered {message}") + ".*> ", start), terminal.shown
-        terminal.type(b"next\r")
-        assert terminal.shows("next.*an", start), terminal.shown
-        terminal.type(b"\x03")
-        assert terminal.shows("stopped.*> ", start), terminal.shown
-        stopped = len(terminal.shown)
-        terminal.type(b"not asked\x03")
-        # Python notices a Ctrl-C that comes just before it waits for a key only with the next one.
-        while not terminal.shows("Ctrl-D leaves.*> ", stopped, seconds=0.3):
-            terminal.type(b"\x03")
-        terminal.type(b"\x04")
-        assert terminal.child.wait(timeout=60) == 0
-    assert not any(word in terminal.shown for word in ("Traceback", "error", "answered 'not"))
-    assert ("\x1b" in terminal.shown) == marks
+@pytest.mark.parametrize("term, is_one", [("xterm", True), ("dumb", False)])
+def test_lines_that_are_pasted_together_are_one_message(monkeypatch, term, is_one):
+    """If the line editor marks them: a dumb terminal would show its escape sequences, and Windows has no readline."""
+    monkeypatch.setenv("TERM", term)
+    for readline in (None, editor := Mock()):
+        monkeypatch.setitem(sys.modules, "readline", readline)
+        importlib.reload(conversation)
+    assert [call.args for call in editor.parse_and_bind.mock_calls] == [("set enable-bracketed-paste on",)] * is_one

@@ -322,7 +322,7 @@ def test_the_command_line_and_the_trace(capsys):
 
 def assert_prints_the_readmes_trace(capsys, section, option, *arguments):
     """The lines of the section's excerpt, in their order. Its text gives the option's value."""
-    text, excerpt = (GOLDEN.parents[1] / "README.md").read_text(encoding="utf-8").partition(section)[2].split("```")[:2]
+    text, excerpt = (GOLDEN.parent / "README.md").read_text(encoding="utf-8").partition(section)[2].split("```")[:2]
     value = " ".join(re.search(rf'`{option}\s"(.*?)"', text, re.S)[1].split())
     assert main([option, value, *arguments, "--temperature", "0", "--trace", "--device", "cpu"]) == 0
     printed = iter(line.rstrip() for line in capsys.readouterr().err.splitlines())

@@ -11,6 +11,7 @@ from nanopaged.rope import make_rope_table
 from nanopaged.tests.helpers import (
     GOLDEN,
     GREEDY,
+    MIXTURES,
     PROMPT,
     assert_golden,
     expectations,
@@ -28,9 +29,7 @@ from nanopaged.weights.families import read_model_config
 SECOND = slice(1, 2)  # of the prompts, where one is enough
 
 
-# --------------------------------------------------------------------------------------------------
-# Configurations
-# --------------------------------------------------------------------------------------------------
+# ---- Configurations
 
 LLAMA = dict(architectures=["LlamaForCausalLM"], vocab_size=100, hidden_size=32, num_hidden_layers=1,
              num_attention_heads=4, intermediate_size=64, max_position_embeddings=128)
@@ -41,8 +40,9 @@ LLAMA = dict(architectures=["LlamaForCausalLM"], vocab_size=100, hidden_size=32,
     *((dict(architectures=[name]), f"{name} is {reason}.*, which nanopaged does not run; known are GPT2LMH")
       for name, reason in dict(
           MambaForCausalLM="a state-space model", GraniteMoeHybridForCausalLM="Granite 4, with state-space layers",
-          Gemma4ForConditionalGeneration="Gemma 4, with heads of two sizes", MixtralForCausalLM="a mixture of experts",
-          Qwen3MoeForCausalLM="a mixture of experts", BertModel="an embedding model",
+          Gemma4ForConditionalGeneration="Gemma 4, with heads of two sizes", GptOssForCausalLM="gpt-oss, a mixture of",
+          DeepseekV3ForCausalLM="a mixture of experts with latent attention, as DeepSeek's",
+          Qwen2MoeForCausalLM="a mixture of experts of another form", BertModel="an embedding model",
           Gemma3TextModel="an embedding model").items()),
     *((dict(architectures=[name], text_config=text), "multimodal model whose text model is not among these; known")
       for name, text in {"LlavaForConditionalGeneration": {}, "Qwen2_5_VLForConditionalGeneration": {},
@@ -51,7 +51,6 @@ LLAMA = dict(architectures=["LlamaForCausalLM"], vocab_size=100, hidden_size=32,
     (dict(rope_scaling={"rope_type": "yarn", "factor": 4}), "'yarn' needs original_max_position_embeddings"),
     (dict(rope_scaling={"rope_type": "mrope"}), "rope type 'mrope' is not supported; supported are default, linear, "),
     (dict(rope_scaling={"rope_type": "dynamic", "factor": 1e9}), "max_position_embeddings must be .* not 128000000000"),
-    (dict(rope_scaling={"rope_type": "dynamic", "factor": 2}, head_dim=2), "no LlamaForCausalLM can have"),
     (dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5 is not supported in this family"),
     (dict(architectures=["Phi3ForCausalLM"], partial_rotary_factor=0.4), "3 numbers of a head rotate; expected an eve"),
     (dict(architectures=["Phi3ForCausalLM"], max_position_embeddings=8192,
@@ -67,7 +66,6 @@ LLAMA = dict(architectures=["LlamaForCausalLM"], vocab_size=100, hidden_size=32,
     (dict(quantization_config="awq"), "quantised with AWQ"),
     (dict(num_hidden_layers="2"), "num_layers must be an integer from 1 to 1024, not '2'"),
     (dict(num_hidden_layers=0), "not 0"), (dict(intermediate_size=None), "not None"),
-    (dict(hidden_size=None), "a value that no LlamaForCausalLM can have"),
     (dict(rope_scaling="linear"), "no LlamaForCausalLM can have"),
     (dict(rope_theta=None), "rope_theta must be a number above 0 and below 1e15, not None"),
     (dict(rope_scaling={"rope_type": "linear", "factor": "x"}), "factor must be a number above 0 .*, not 'x'"),
@@ -83,6 +81,14 @@ LLAMA = dict(architectures=["LlamaForCausalLM"], vocab_size=100, hidden_size=32,
       for key, name in dict(head_dim="head_dim", hidden_size="hidden_size", vocab_size="vocab_size",
                             intermediate_size="intermediate_size", num_attention_heads="num_heads",
                             max_position_embeddings="max_position_embeddings").items()),
+    *((dict(architectures=[architecture], **change), message) for architecture, change, message in (
+        ("MixtralForCausalLM", dict(num_experts_per_tok=2), "must have 'num_local_experts', which is missing"),
+        ("MixtralForCausalLM", dict(num_local_experts=10**9), "num_local_experts must be .* not 1000000000"),
+        ("MixtralForCausalLM", dict(num_local_experts=4, num_experts_per_tok=5), "per_tok must be .* not 5"),
+        ("OlmoeForCausalLM", dict(clip_qkv=8.0), "OLMoE with clip_qkv=8.0 is not supported"),
+        ("Qwen3MoeForCausalLM", dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size="x"), "not 'x'"),
+        ("Qwen3MoeForCausalLM", dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8,
+                                     decoder_sparse_step=0), "no Qwen3MoeForCausalLM can have"))),
     (dict(max_position_embeddings=10**9), "max_position_embeddings must be an integer from 1 to 8388608"),
     (dict(rope_theta=10**400), "rope_theta must be .* below 1e15"),
     (dict(architectures=["MistralForCausalLM"], sliding_window=10**29), r"below 2\^31.* windows of \[10"),
@@ -104,17 +110,12 @@ def test_qwens_windows_are_used_if_config_json_says_so(is_used, windows):
     assert read_model_config(LLAMA | qwen | dict(use_sliding_window=is_used)).sliding_windows == windows
 
 
-def test_both_spellings_of_rope_settings_mean_the_same():
-    llama3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
-    old = LLAMA | dict(rope_theta=5e5, rope_scaling=dict(rope_type="llama3", **llama3))
-    new = LLAMA | dict(rope_parameters=dict(rope_type="llama3", rope_theta=5e5, **llama3))
-    oldest, newest = LLAMA | dict(rope_scaling=dict(type="linear", factor=2.0)), LLAMA | dict(
-        rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=2.0))
-    tables = []
-    for config in map(read_model_config, (old, new, oldest, newest, LLAMA | dict(rope_theta=5e5))):
-        tables += [make_rope_table(rope, config.head_dim, 9) for rope in config.ropes]
-    assert torch.equal(tables[0], tables[1]) and torch.equal(tables[2], tables[3])
-    assert not torch.allclose(tables[0], tables[4])
+def test_which_layers_have_experts():
+    qwen = LLAMA | dict(architectures=["Qwen3MoeForCausalLM"], num_hidden_layers=8, num_experts=4,
+                        num_experts_per_tok=2, moe_intermediate_size=8)
+    for change, dense in (({}, []), (dict(mlp_only_layers=[0, 5]), [0, 5]), (dict(decoder_sparse_step=2), [0, 2, 4, 6]),
+                          (dict(decoder_sparse_step=3, mlp_only_layers=[2]), [0, 1, 2, 3, 4, 6, 7])):
+        assert read_model_config(qwen | change).experts["dense_layers"] == dense
 
 
 @pytest.mark.parametrize("case", json.loads((GOLDEN / "ropes" / "expected.json").read_text()),
@@ -139,11 +140,9 @@ def test_the_longest_text_of_scaled_ropes():
     assert limit(rope_type="yarn", factor=4.0, original_max_position_embeddings=16) == 128
 
 
-# --------------------------------------------------------------------------------------------------
-# Families with switches of their own. (Tests of logits, texts, drafts, Triton and two ranks go over all goldens.)
-# --------------------------------------------------------------------------------------------------
+# ---- Families with switches of their own. (Tests of logits, texts, drafts, Triton and two ranks go over all goldens.)
 
-SWITCHED = ["gemma3", "granite", "ministral", "olmo2", "olmo3", "phi3", "smollm3"]
+SWITCHED = ["gemma3", "granite", "ministral", "olmo2", "olmo3", "phi3", "smollm3", *MIXTURES]
 
 
 @pytest.mark.parametrize("variant", SWITCHED)
@@ -171,7 +170,7 @@ def test_logits_in_bfloat16(variant):
     assert norms == {torch.float32 if variant in ("gemma3", "olmo2", "olmo3") else torch.bfloat16}
 
 
-@pytest.mark.parametrize("variant", ["gemma3", "granite", "phi3"])
+@pytest.mark.parametrize("variant", ["gemma3", "granite", "granite-moe-shared", "phi3"])
 def test_random_weights_are_a_checkpoint_s(variant):
     llm = load(variant, load_format="dummy", device="cpu")
     assert len(llm.generate([1, 2, 3], GREEDY)[0].outputs[0].token_ids) == 24
@@ -203,29 +202,20 @@ def test_keys_that_a_multimodal_gemma_leaves_out():
     """google/gemma-3-4b-it's text_config has these keys only."""
     text = dict(hidden_size=2560, intermediate_size=10240, model_type="gemma3_text", num_hidden_layers=34,
                 rope_scaling=dict(factor=8.0, rope_type="linear"), sliding_window=1024)
-    with pytest.warns(UserWarning, match="images are not read"):
-        config = read_model_config(dict(architectures=["Gemma3ForConditionalGeneration"], text_config=text))
+
+    def read(**more):
+        with pytest.warns(UserWarning, match="images are not read"):
+            return read_model_config(dict(architectures=["Gemma3ForConditionalGeneration"], text_config=text) | more)
+
+    config = read()
     assert (config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size) == (8, 4, 256, 262208)
     assert config.sliding_windows == [1024 * (i % 6 != 5) for i in range(34)] and config.tie_word_embeddings
     assert [(rope["rope_theta"], rope["rope_type"]) for rope in config.ropes] == [(1e6, "linear"), (1e4, "default")]
     assert config.attention_scale == 256 ** -0.5 and config.max_position_embeddings == 131072
-    with pytest.warns(UserWarning, match="images are not read"):
-        config = read_model_config(dict(architectures=["Gemma3ForConditionalGeneration"], text_config=text,
-                                        max_position_embeddings=500))  # from hf_overrides
-    assert config.max_position_embeddings == 500
+    assert read(sliding_window=500).sliding_windows[0] == 500  # from hf_overrides
 
 
-def test_a_longest_text_below_the_trained_length_takes_the_short_factors():
-    config = json.loads((GOLDEN / "phi3" / "config.json").read_text()) | dict(original_max_position_embeddings=64)
-    settings = read_model_config(config).ropes[0] | dict(attention_factor=1.0)
-    plain = settings | dict(rope_type="default")
-    assert torch.equal(make_rope_table(settings, 8, 64), make_rope_table(plain, 8, 64))
-    assert not torch.equal(make_rope_table(settings, 8, 65), make_rope_table(plain, 8, 65))
-
-
-# --------------------------------------------------------------------------------------------------
-# Weights
-# --------------------------------------------------------------------------------------------------
+# ---- Weights
 
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 

@@ -17,8 +17,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanopaged import LLM, BeamSearchParams, SamplingParams
-from nanopaged.api.assemble import pick_runner
+from nanopaged import LLM, BeamSearchParams, SamplingParams, kernel
+from nanopaged.api.assemble import load, pick_runner
 from nanopaged.cli import main as cli
 from nanopaged.options import default_feature
 from nanopaged.tests.helpers import GOLDEN, ROOT, complaint
@@ -62,12 +62,19 @@ def on_a_gpu():
         pick_runner(options, torch.device("cuda"))
 
 
+def on_triton():
+    """What is put together for attention in Triton."""
+    runner = SimpleNamespace(kernels=kernel.TRITON, device=torch.device("cpu"), load=list)
+    load(runner, SimpleNamespace(disable_cascade_attn=None), [])
+
+
 PROMPT = "--prompt", "ROMEO:", "--max-tokens", "4"
 # Who asks for each feature. Those that nobody asks for come with the line on stderr where they are missed.
 ASK = dict(
     batch=command("--prompts", "x.txt"), beam=lambda: llm().beam_search("O", BeamSearchParams(2, 2)),
     chat_template=lambda: llm().chat([{"role": "user", "content": "Hi"}]), conversation=converse,
     drafts=command(*PROMPT, "--speculate", "3"), edits=ask(presence_penalty=1), fp8=lambda: llm(quantization="fp8"),
+    experts=lambda: llm(model=str(GOLDEN / "mixtral")),
     frames=command(*PROMPT, "--trace"), grammar=ask(structured_outputs=dict(regex="a+")),
     hub=command("--model", "org/name", *PROMPT), huggingface=lambda: load_tokenizer(GOLDEN / "tokenizers" / "llama2"),
     logprobs=ask(logprobs=1), page=command(*PROMPT, "--trace", os.devnull + ".html"), router=command(
@@ -76,9 +83,8 @@ ASK = dict(
     server=command("--serve", "--port", "0"), swapping=command(*PROMPT, "--swap-space", "0.01"),
     stop=ask(stop="a"), tensor_parallel=lambda: llm(tensor_parallel_size=2), trace=command(*PROMPT, "--trace"))
 MISSED = dict(
-    cascade=lambda: llm(attention="triton"), fused=on_a_gpu, graphs=on_a_gpu, last_layer=llm, rectangles=llm,
-    ray_data=None, ray_serve=None, recovery=lambda: fail(llm()), warmup=None,
-    swapping=lambda: llm(model=str(GOLDEN / "mistral")))
+    cascade=on_triton, fused=on_a_gpu, graphs=on_a_gpu, last_layer=llm, rectangles=llm, ray_data=None, ray_serve=None,
+    recovery=lambda: fail(llm()), warmup=None, swapping=lambda: llm(model=str(GOLDEN / "mistral")))
 
 
 def fail(engine):
@@ -158,11 +164,12 @@ KNOWN = dict(
     windows_and_swapping=("swap|host_(table|block)|window", "swapping", 20),
     edits=("^edit|repetition|frequency_|presence_|logit_bias|bad_words|logits_processor", "edits", 15),
     trace=("(^|_)traced?$", "trace|frames|page", 8), server=("^serv(e|er|ing|ed)(_|$)", "server|ray_.*", 8),
-    router=("router|pools", "router", 12))
+    router=("pools|data_parallel|^routers?$", "router|experts", 12))
 # What is neither a feature's nor the engine's: the table of options, settings and output formats. The trace shows what
 # all features do, and attention and the model's settings have sliding windows of their own.
 FORMATS = {"options.py", "sampling_params.py", "outputs.py", "trace.py", "frames.py", "page.py"}
-ATTENTION = {"kernel.py", "model.py", "tiles.py", "families.py", "rectangles.py", "warmup.py", "cascade.py"}
+ATTENTION = {"kernel.py", "model.py", "tiles.py", "families.py", "rectangles.py", "warmup.py", "cascade.py",
+             "experts.py"}
 
 
 def identifiers(path: Path):

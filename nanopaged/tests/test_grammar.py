@@ -16,7 +16,7 @@ from nanopaged import SamplingParams, StructuredOutputsParams
 from nanopaged.cli.main import main
 from nanopaged.device import runner
 from nanopaged.features import grammar as grammars
-from nanopaged.features.grammar import compiler_of
+from nanopaged.features.grammar import compiler_of, source_of
 from nanopaged.tests.helpers import GOLDEN, freed_at_once, load
 from nanopaged.tests.helpers import run as run_checked
 from nanopaged.tests.test_drafts import assert_prints_the_readmes_trace
@@ -54,11 +54,11 @@ def test_exactly_one_kind_is_given(fields, words):
 def test_objects_with_properties_are_closed_as_in_xgrammar(schema, names):
     given = json.dumps(schema)
     for source in (schema, given):
-        _, found = StructuredOutputsParams(json=source).source
+        _, found = source_of(StructuredOutputsParams(json=source))
         assert found.count('"additionalProperties": false') == len(names)
         if names:
             assert json.loads(found.replace(', "additionalProperties": false', "")) == schema
-        assert StructuredOutputsParams(json=source, disable_additional_properties=False).source == ("json", given)
+        assert source_of(StructuredOutputsParams(json=source, disable_additional_properties=False)) == ("json", given)
     assert json.dumps(schema) == given
 
 
@@ -335,7 +335,7 @@ def test_a_grammar_that_takes_hours_is_given_up(llguidance):
     asyncio.run(run())
     with pytest.raises(ValueError, match="more than 0.3 seconds to compile"):
         compiler.compile(takes_hours(0))
-    assert set(source for _, source in compiler.compiled) == {takes_hours(0).source[1], "[ab]", "("}
+    assert set(source for _, source in compiler.compiled) == {source_of(takes_hours(0))[1], "[ab]", "("}
     with pytest.raises(ValueError, match="unclosed group"):
         compiler.compile(StructuredOutputsParams(regex="("))
     compiler.compile(good)

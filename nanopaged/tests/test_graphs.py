@@ -86,7 +86,8 @@ SHORTAGES = [{}, dict(max_num_batched_tokens=7), dict(max_num_seqs=2, max_num_ba
 
 @pytest.mark.parametrize("variant, options", [
     *(("qwen3", options) for options in SHORTAGES), ("gpt2", SHORTAGES[3]), ("mistral", SHORTAGES[1]),
-    *((variant, {}) for variant in ("gpt2", "mistral", "phi3", "smollm3", "olmo3", "gemma3"))], ids=str)
+    *((variant, {}) for variant in ("gpt2", "mistral", "phi3", "smollm3", "olmo3", "gemma3", "qwen3-moe", "olmoe",
+                                 "granite-moe-shared"))], ids=str)
 def test_outputs_of_replayed_steps(monkeypatch, variant, options):
     """The steps are with prompts and without, padded and full, and in some of them not all sequences sample."""
     monkeypatch.setattr(graphs, "TOKEN_SIZES", [4, 16, 32])
@@ -183,10 +184,10 @@ def test_recording_while_another_thread_uses_the_device():
 
 
 def test_a_short_chunk_as_rows_of_one_token_each():
-    seqs = [engine.Sequence([0] * 20, (0, i, 0), 30) for i in range(3)]
+    seqs = [engine.Sequence([0] * 20, engine.Order(0, i, 0), 30) for i in range(3)]
     batch = StepInput(seqs, [1, 1, 3], [7, -1, 4, 5, 6], [9, 3, 4, 5, 6], [90, 30, 44, 45, 46], [0, 1, 2, 5],
                              [10, 4, 7], [2, 0, 1])
-    rows, last_rows = graphs.one_token_rows(batch, [0, 2])
+    rows, last_rows = graphs.one_token_places(batch, [0, 2])
     assert rows.seqs == [seqs[0], seqs[1], seqs[2], seqs[2], seqs[2]] and rows.num_tokens == [1] * 5
     assert rows.lists == [batch.input_ids, batch.positions, batch.slot_mapping, [0, 1, 2, 3, 4, 5], [10, 4, 5, 6, 7],
                           [2, 0, 1, 1, 1], [], []]

@@ -1,5 +1,5 @@
-"""Models by name, against a local server that speaks the Hub's protocol. No other host is asked, and no cache but a
-temporary one is touched. What huggingface_hub does by itself (links, locks, checksums, redirects) is tested there."""
+"""Models by name, against a local server that speaks the Hub's protocol, with a cache of its own. What huggingface_hub
+does by itself (links, locks, checksums, redirects) is tested there."""
 import hashlib
 import json
 import sys
@@ -26,22 +26,8 @@ def index_of(*shards):
     return json.dumps({"weight_map": dict(enumerate(shards))}).encode()
 
 
-class FakeHub(ThreadingHTTPServer):
-    """The Hub with one model, org/model."""
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.files, self.refs = {COMMIT: dict(FILES)}, {"main": COMMIT}
-        self.requests = []    # (method, path, token), in order
-        self.refusal = None   # (status, headers, body) of every answer
-        self.url = f"http://127.0.0.1:{self.server_port}"
-        threading.Thread(target=self.serve_forever, args=(0.005,), daemon=True).start()
-
-    def asked(self):
-        return [path.split("/")[-1] for verb, path, _ in self.requests if verb == "GET" and "/api/" not in path]
-
-
 class Handler(BaseHTTPRequestHandler):
+    """The Hub with one model, org/model."""
     protocol_version, disable_nagle_algorithm = "HTTP/1.1", True
 
     def do_GET(self):
@@ -76,7 +62,11 @@ class Handler(BaseHTTPRequestHandler):
 def fake(tmp_path, monkeypatch):
     """A Hub in place of huggingface.co, and a temporary cache. (conftest.py removes the user's settings.)"""
     constants = pytest.importorskip("huggingface_hub.constants")
-    server = FakeHub()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.url = f"http://127.0.0.1:{server.server_port}"
+    server.files, server.refs = {COMMIT: dict(FILES)}, {"main": COMMIT}
+    server.requests, server.refusal = [], None  # each (method, path, token); (status, headers, body) of every answer
+    threading.Thread(target=server.serve_forever, args=(0.005,), daemon=True).start()
     for name, value in (("ENDPOINT", server.url), ("HF_HUB_CACHE", str(tmp_path / "hub")),
                         ("HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"),
                         ("HF_TOKEN_PATH", str(tmp_path / "token")), ("HF_HUB_DISABLE_PROGRESS_BARS", True)):
@@ -85,6 +75,10 @@ def fake(tmp_path, monkeypatch):
     yield server
     server.shutdown()
     server.server_close()
+
+
+def downloaded(fake) -> list[str]:
+    return [path.split("/")[-1] for verb, path, _ in fake.requests if verb == "GET" and "/api/" not in path]
 
 
 def contents(snapshot):
@@ -121,7 +115,7 @@ def test_only_files_that_are_read(fake, there, taken):
     for name in {INDEX, "pytorch_model.bin.index.json"}.intersection(there):
         fake.files[COMMIT][name] = index_of("2.safetensors", "1.safetensors", "2.safetensors")
     assert set(contents(find_checkpoint("org/model"))) == {"config.json", *taken}
-    assert set(fake.asked()) == {"config.json", *(name.split("/")[-1] for name in taken)}
+    assert set(downloaded(fake)) == {"config.json", *(name.split("/")[-1] for name in taken)}
 
 
 def test_dummy_weights_and_another_models_tokenizer_come_without_weights(fake):
@@ -134,7 +128,7 @@ def test_dummy_weights_and_another_models_tokenizer_come_without_weights(fake):
     fake.requests.clear()
     assert find_checkpoint("org/model", without_weights=True) == llm.path and fake.requests == []
     llm = LLM("shakespeare", tokenizer="org/model", tokenizer_revision="v1", num_blocks=16, device="cpu")
-    assert llm.tokenizer_path.name == OTHER and "model.safetensors" not in fake.asked()
+    assert llm.tokenizer_path.name == OTHER and "model.safetensors" not in downloaded(fake)
     assert "model.safetensors" in contents(find_checkpoint("org/model"))  # what was missing follows
     with pytest.raises(ValueError, match="revision 'v1' was given with the directory"):
         LLM("shakespeare", tokenizer_revision="v1")
@@ -146,7 +140,7 @@ def test_a_token_and_a_directory_that_are_options(fake, tmp_path):
         LLM("org/model", hf_token="secret", download_dir=str(tmp_path / "models"))
     assert {token for _, _, token in fake.requests} == {"Bearer secret"}
     assert (tmp_path / "models" / "models--org--model" / "snapshots" / COMMIT / "config.json").is_file()
-    assert fake.asked() == ["config.json"]  # a model that cannot be run is refused before it is downloaded
+    assert downloaded(fake) == ["config.json"]  # a model that cannot be run is refused before it is downloaded
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "2.safetensors"])
@@ -158,7 +152,7 @@ def test_what_is_missing_is_fetched_and_nothing_else(fake, missing):
     file.resolve().unlink()
     file.unlink()
     fake.requests.clear()
-    assert contents(find_checkpoint("org/model")) == fake.files[COMMIT] and fake.asked() == [missing]
+    assert contents(find_checkpoint("org/model")) == fake.files[COMMIT] and downloaded(fake) == [missing]
 
 
 def test_an_index_that_names_files_elsewhere(fake, tmp_path):
@@ -187,7 +181,7 @@ def test_models_that_may_not_be_read(fake):
 def test_no_checkpoint_in_the_repo(fake, there, kind, words):
     fake.files[COMMIT] = dict.fromkeys(there, b"{}")
     refusal(kind, "model 'org/model' ", *words)
-    assert fake.asked() == []
+    assert downloaded(fake) == []
 
 
 def test_without_network(fake, monkeypatch):

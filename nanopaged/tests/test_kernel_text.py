@@ -88,13 +88,6 @@ def test_a_tile_of_prefill():
     assert drawn(text, "3 query tokens, TILE_N 4        key")[:diagonal + 1] == [*map(str, range(diagonal)), "|"]
 
 
-def test_rows_of_a_tile():
-    text = text_of(kernel._query_rows)
-    rows = [int(word) for word in drawn(text, "row") if word.isdigit()][:-1]
-    assert drawn(text, "query token")[:6] == [str(row // 2) for row in rows]
-    assert drawn(text, "head  ")[:6] == [str(row % 2) for row in rows]
-
-
 def test_the_length_of_a_split():
     text, length = Path(tiles.__file__).read_text().replace("#", ""), python(kernel.split_length)
     contexts, lengths, counts = ([int(word.replace(",", "")) for word in drawn(text, label)]
@@ -104,23 +97,6 @@ def test_the_length_of_a_split():
     for n in range(1, 100_000, 61):
         assert cdiv(n, length(n, 64)) <= tiles.split_bound(n) and length(n, 64) % 64 == 0
         assert length(n, 64) <= tiles.MID_SPLIT or n > 16_384
-
-
-def test_where_the_splits_end():
-    labels, length = ("300 tokens, splits of 128, TILE_N 64        tile", "split  ", "ends  "), 128
-    tiles_, splits, ends = (drawn(text_of(kernel._decode), label) for label in labels)
-    assert length == python(kernel.split_length)(300, 64) and tiles_ == [str(tile) for tile in range(0, 300, 64)]
-    assert splits == [str(int(tile) // length) for tile in tiles_]
-    assert ends == ["x" if int(tile) + 64 >= min((int(split) + 1) * length, 300) else "."
-                    for tile, split in zip(tiles_, splits)]
-
-
-def test_numbers_of_an_h200():
-    text, config = Path(kernel.__file__).read_text(), tiles.tile_config("prefill", 2, 128, 2, 227 * 1024)
-    assert f"{2 * config['TILE_N'] * 128 * 2 // 1024} KiB for each pipeline stage" in text
-    assert f"{16 * 128:,} in all" in text and config["TILE_M"] == tiles.LARGE_TILE_M
-    programs = [tiles.programs_per_context(tiles.MANY_CONTEXTS - fewer, 32) for fewer in (0, 1)]
-    assert programs[0] == 1 < programs[1]
 
 
 # ---- The kernels, compiled for GPUs that this machine may not have

@@ -11,7 +11,7 @@ def test_the_rows_of_the_last_layer():
     decoder, batches, num_rows = llm.runner.model, [], []
     decoder.register_forward_pre_hook(lambda _, arguments: batches.append(arguments[0]))
     for layer in decoder.layers:
-        layer.down_proj.register_forward_pre_hook(lambda _, arguments: num_rows.append(len(arguments[0])))
+        layer.mlp.down_proj.register_forward_pre_hook(lambda _, arguments: num_rows.append(len(arguments[0])))
     for prompt in ([1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]):
         llm.add_request(prompt, GREEDY)
         if prompt[0] == 1:
@@ -21,8 +21,8 @@ def test_the_rows_of_the_last_layer():
     names = [name[0] for name in rows["token"]]
     assert batches[1].query_start_loc.tolist() == [*map(names.index, "abc"), len(names)]
     needed = [i for i, mark in enumerate(rows["attention, MLP"][:8]) if mark == "x"]
-    drawing = "logits_indices {} {} (rows), sampling_indices {} {} (A, B)"
-    assert rows["attention, MLP"][8] == drawing.format(*needed, *batches[1].hints["sampling_indices"])
+    drawing = "logits_indices {} {}, sampling_places {} {} (A, B)"
+    assert rows["attention, MLP"][8] == drawing.format(*needed, *batches[1].hints["sampling_places"])
     assert batches[1].logits_indices.tolist() == needed
     assert num_rows == [8] * (llm.config.num_layers - 1) + [len(needed)]
 

@@ -1,10 +1,11 @@
-"""OpenAI's API without HTTP: requests read, answers written, and prompt files in the batch format."""
+"""OpenAI's API without HTTP: requests read and answers written. (test_batch.py has the batch format.)"""
 import itertools
 import json
 import random
 import sys
 from functools import partial, reduce
 from importlib.util import find_spec
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -188,31 +189,25 @@ def test_any_json_in_any_field_is_read_or_refused(serving, llm):
 
 
 def test_a_schema_reaches_the_grammar(serving):
-    schema = {"type": "object"}
-    form = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
-    assert read(serving, response_format=form).params.structured_outputs.json == schema
-    assert read(serving, CHAT, response_format={"type": "json_object"}).params.structured_outputs.json == schema
+    person = {"type": "object", "properties": {"age": {"type": "integer"}}}
+    named = {"name": "x", "strict": True, "schema": person}
+    for schema, form in ((person, {"type": "json_schema", "json_schema": named}),
+                         (person, {"type": "json_object", "schema": person}),  # llama.cpp's name
+                         (person, {"type": "json_object", "value": person}),  # Hugging Face's
+                         ({"type": "object"}, {"type": "json_object"})):
+        assert read(serving, CHAT, response_format=form).params.structured_outputs.json == schema
     assert read(serving, CHAT, response_format={"type": "text"}).params.structured_outputs is None
     assert read(serving, structured_outputs={"regex": "a"}).params.structured_outputs.regex == "a"
-    person = {"type": "object", "properties": {"age": {"type": "integer"}}}
-    for name in ("schema", "value"):  # llama.cpp's name and Hugging Face's
-        form = {"type": "json_object", name: person}
-        assert read(serving, CHAT, response_format=form).params.structured_outputs.json == person
 
 
 def test_messages_tools_and_template_variables_are_rendered(llm):
-    seen = []
-
-    def render(messages, tools, variables, **options):
-        seen.append((messages, tools, variables, options))
-        return {"prompt": "x", "prompt_token_ids": [1]}
-
-    serving, tools = Serving(llm, "bard", render), [{"type": "function", "function": {"name": "f"}}]
-    messages = MINIMAL[CHAT]["messages"]
+    render = Mock(return_value={"prompt": "x", "prompt_token_ids": [1]})
+    serving, messages, tools = Serving(llm, "bard", render), MINIMAL[CHAT]["messages"], function(name="f")
     for choice in ({}, {"tool_choice": "auto"}):
         read(serving, CHAT, tools=tools, **choice, chat_template_kwargs={"a": 1}, add_generation_prompt=False)
     read(serving, CHAT, tools=tools, tool_choice="none")
-    assert seen == [(messages, tools, {"a": 1}, {"add_generation_prompt": False})] * 2 + [(messages, None, {}, {})]
+    with_tools = call(messages, tools, {"a": 1}, add_generation_prompt=False)
+    assert render.mock_calls == [with_tools, with_tools, call(messages, None, {})]
 
 
 # ---- Tools and thoughts; test_tools.py has the formats
@@ -459,38 +454,6 @@ def test_only_requests_with_the_same_salt_share_cached_blocks(serving):
     for salt in ({}, {"cache_salt": "a"}, {"cache_salt": "b"}, {"cache_salt": "a"}, {}):
         cached += answer(serving, prompt=prompt, **salt, **GREEDY)["usage"]["prompt_tokens_details"].values()
     assert cached == [0, 0, 0, 32, 32]
-
-
-# ---- The batch format
-
-def test_a_prompt_file_in_openais_batch_format(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    post = dict(method="POST", url=COMPLETIONS)
-    lines = [dict(post, custom_id="a", body=dict(model="bard", prompt=["ROMEO:", "JULIET:"], **GREEDY)),
-             dict(post, custom_id="b", body=dict(model="bard", prompt="ROMEO:", frobnicate=1)),
-             dict(post, custom_id="c", body=dict(prompt=["ROMEO:", [5000]])),
-             dict(post, custom_id="d", url=CHAT, body=dict(MINIMAL[CHAT], max_tokens=3)),
-             dict(post, custom_id="e", url="/v1/embeddings", body={}),
-             dict(post, custom_id="f", url=["a"], body={}),
-             dict(prompt="ROMEO:", max_tokens=2),
-             dict(post, custom_id="h", body=dict(prompt="x"), temperature=0)]
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "chat.jinja").write_text(TEMPLATE)
-    command = ["--prompts", "in.jsonl", "--output", "out.jsonl", "--chat-template", "chat.jinja", "--served-model-name",
-               "bard", "--num-blocks", "128"]
-    assert run(*command) == 1
-    results = {found["line"]: found for found in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())}
-    assert [results[line].get("custom_id") for line in range(1, 9)] == [*"abcdef", None, "h"]
-    body = results[1]["response"]["body"]
-    expected = shared(device="cpu").generate(["ROMEO:", "JULIET:"], SamplingParams(temperature=0, max_tokens=6))
-    assert [choice["text"] for choice in body["choices"]] == [output.outputs[0].text for output in expected]
-    assert results[1]["error"] is None and results[1]["response"]["status_code"] == 200 and results[1]["id"]
-    assert results[4]["response"]["body"]["choices"][0]["message"]["content"]
-    for line, word in ((2, "frobnicate"), (3, "5000"), (5, "/v1/embeddings"), (6, "['a']"), (8, "temperature")):
-        assert results[line]["response"]["status_code"] == 400 and word in results[line]["error"]["message"]
-    assert results[7]["outputs"][0]["num_tokens"] == 2
-    assert capsys.readouterr().err.count("line 3:") == 1
-    assert run(*command) == 1 and "5 lines, 5 bad, 3 done before" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("package", ["starlette", "uvicorn"])

@@ -7,9 +7,7 @@ import pytest
 
 from nanopaged import SamplingParams
 from nanopaged.api.request import _Sample
-from nanopaged.features.beam import BeamGroup
 from nanopaged.outputs import Logprob, token_logprobs
-from nanopaged.sampling_params import BeamSearchParams
 from nanopaged.tests.helpers import GREEDY, complaint, load
 
 
@@ -31,15 +29,6 @@ def test_log_probabilities_are_converted_once():
         assert all(a is b for a, b in zip(earlier.prompt_logprobs, later.prompt_logprobs) if a)
     samples = [output.outputs[0] for output in outputs[-20:]]
     assert [(len(sample.logprobs), len(sample.token_ids)) for sample in samples] == [(n, n) for n in range(1, 21)]
-
-
-def test_a_stream_converts_log_probabilities_at_its_end():
-    llm = load(num_blocks=64)
-    stream = llm.stream("ROMEO:", SamplingParams(temperature=0, max_tokens=20, logprobs=1, ignore_eos=True))
-    next(stream)
-    [request] = llm.requests.values()
-    assert not request.samples[0].logprobs and len(request.samples[0].new_logprobs) >= 1
-    assert "".join(stream) and len(request.samples[0].logprobs) == 20
 
 
 def test_a_token_is_decoded_once_for_all_positions():
@@ -110,12 +99,3 @@ def test_the_engine_forgets_what_has_finished():
         gc.collect()
         assert seq() is None
 
-
-def test_a_beam_step_makes_the_hypotheses_that_it_keeps(monkeypatch):
-    width, made, original = 64, [], BeamGroup._beam
-    monkeypatch.setattr(BeamGroup, "_beam", lambda self, *args: made.append(args) or original(self, *args))
-    group = BeamGroup(BeamSearchParams(width, max_tokens=8), frozenset({0}), 8)
-    group.extend([[(token, -token / 10) for token in range(1, group.num_candidates + 1)]])
-    made.clear()
-    group.extend([[(token, -token / 10) for token in range(group.num_candidates)] for _ in range(width)])
-    assert len(group.live) == width and len(made) <= 3 * width

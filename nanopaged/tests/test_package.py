@@ -36,8 +36,7 @@ def users_folder(tmp_path):
 
 
 def test_nanopaged_offers_what_an_editor_sees_and_names_what_it_lacks():
-    """Names that __getattr__ loads are imported where type checkers look, and the package is marked as typed. A chapter
-    is one module."""
+    """Names that __getattr__ loads are imported where type checkers look. A chapter is one module."""
     assert all(getattr(nanopaged, name) is not None for name in nanopaged.__all__)
     with pytest.raises(AttributeError, match="Engine.*SamplingParams"):
         nanopaged.Engine
@@ -77,15 +76,6 @@ def test_waiting_threads_leave_the_core_to_others(given, before, rounds):
                 "import nanopaged; print(os.environ.get('GOMP_SPINCOUNT'))")
         done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
         assert (done.stdout.strip(), done.stderr) == (expected, "")
-
-
-def test_tests_do_not_inherit_what_a_users_shell_sets():
-    """One test of each kind that would fail."""
-    names = ["hub.py::test_models_that_may_not_be_read", "cli.py::test_several_prompts_have_a_progress_bar",
-             "fused.py::test_products_of_no_rows"]
-    users = dict(HF_HUB_OFFLINE="1", COLUMNS="40", TRITON_INTERPRET="0")
-    done = python("-m", "pytest", "-q", *(f"nanopaged/tests/test_{name}" for name in names), **users)
-    assert done.returncode == 0, done.stdout
 
 
 # ---- Starting the program
@@ -162,8 +152,7 @@ def test_a_users_modules_stay_his(users_folder):
 
 
 def test_the_program_runs_from_anywhere_until_its_reader_goes_away(users_folder):
-    """The user's folder and PYTHONPATH may have modules of the same names. `| head -c 6` makes neither the program nor,
-    at its end, the interpreter print an error."""
+    """Beside modules of the same names, too. `| head -c 6` makes neither the program nor the interpreter complain."""
     argv = [sys.executable, str(ROOT / "engine.py"), "--prompt", "ROMEO:", "--ignore-eos", "--enforce-eager"]
     with subprocess.Popen(argv, cwd=users_folder, env=os.environ | dict(PYTHONPATH=str(users_folder)), text=True,
                           stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:

@@ -20,7 +20,8 @@ from nanopaged.tests.test_trace import Witness
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 PROMPTS = ["ROMEO: But soft", "ROMEO: But hark"]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", ROOT / "nanopaged" / "README.md"]
+README = "".join(page.read_text(encoding="utf-8") for page in PAGES)
 COMMAND = re.search(r"^    python engine.py (.*\n.*)--trace run.html (.*\n.*)$", README, re.M)
 EXAMPLE = [*shlex.split("".join(COMMAND.groups()).replace("\\\n", "")), "--device", "cpu"]
 
@@ -107,13 +108,13 @@ def test_a_token_may_be_a_part_of_a_character(tmp_path):
 
 def test_the_pictures_and_the_frames_in_the_readme(tmp_path):
     """The README names every field of the data. A long run is cut."""
-    pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", README)
+    pictures = re.findall(r"!\[[^]]+\]\((?:\.\./)?([^)]+)\)", README)
     assert len(pictures) == 2
     for picture in pictures:
         assert (ROOT / picture).stat().st_size < 200_000 and f"--screenshot={picture} " in README
     witness, data = recorded(tmp_path, RUNS["samples"][0], most_frames=5)
     assert len(data["frames"]) == 5 and data["left_out"] == len(witness.frames) - 5 > 20
-    table = README.partition("**The frames of a run.**")[2].partition("### ")[0]
+    table = README.partition("**The frames of a run.**")[2].partition("## ")[0]
     for name in [*data, *(item.name for item in fields(Frame))]:
         assert f"`{name}`" in table, name
     assert f"`version` ({VERSION})" in table

@@ -1,5 +1,4 @@
-"""All features of the scheduler's side at once, at random, on a fake model: samples, beams, drafts, forced tokens,
-swapping, windows, several pools."""
+"""Samples, beams, drafts, forced tokens, swapping, windows and several pools at once, at random, on a fake model."""
 import random
 from collections import Counter
 from contextlib import nullcontext, suppress
@@ -7,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine import BlockManager, Scheduler, Sequence, Status, cdiv
+from engine import BlockManager, Scheduler, Status, cdiv
 from nanopaged.api.core import sequence_class
 from nanopaged.features.beam import BeamSearch
 from nanopaged.features.drafts import Drafter, Drafting, DraftingScheduler, DraftSequence
@@ -175,10 +174,8 @@ def random_operations(count, num_pools, rng, events):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_operations_keep_every_promise(seed):
-    """Adds, steps, failing steps, samples, beams, drafts, forced tokens, priorities and aborts come in every state, on
-    1 to 3 tiny pools with and without a host pool and a window. Prompts are cut from few texts, so prefixes are shared,
-    evicted and generated all the time. FakeModel checks every slot and all that is cached, and check_books checks the
-    rest."""
+    """On 1 to 3 tiny pools with and without a host pool and a window. Prompts are cut from few texts, so prefixes are
+    shared, evicted and generated all the time. FakeModel checks every slot and what is cached, check_books the rest."""
     rng, events = random.Random(seed), Counter()
     for i in range(24):
         random_operations(250, 1 + i % 3, rng, events)
@@ -197,7 +194,3 @@ def test_forced_tokens_are_computed_once():
     model.run(seq)
     assert len(seq.token_ids) == 20 and model.num_computed == 18  # all but the last two, once
 
-
-def test_a_class_is_made_once_for_each_combination():
-    assert sequence_class() is Sequence and sequence_class(GrammarSequence) is GrammarSequence
-    assert sequence_class(SampleSequence, GrammarSequence) is sequence_class(SampleSequence, GrammarSequence)

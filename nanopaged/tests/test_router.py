@@ -77,7 +77,8 @@ def router(num_blocks=100, block_size=4, max_num_seqs=64, max_num_batched_tokens
 
 def add(whole, *prompts, max_new=4, priority=0):
     """Sequences in the queue of a router, or in that of one engine."""
-    seqs = [engine.Sequence(list(tokens), (priority, next(ARRIVALS), 0), len(tokens) + max_new) for tokens in prompts]
+    seqs = [engine.Sequence(list(tokens), engine.Order(priority, next(ARRIVALS), 0), len(tokens) + max_new)
+            for tokens in prompts]
     for seq in seqs:
         whole.add(seq)
     return seqs
@@ -220,7 +221,7 @@ def test_a_step_tells_the_blocks_that_are_held_on_all_devices():
     whole, *_ = router(num_blocks=10)
     add(whole, range(6), range(10, 22))
     whole.step()
-    assert [update.step.num_held_blocks for update in whole.updates] == [5, 5]
+    assert [step.num_held_blocks for step, _, _ in whole.updates] == [5, 5]
 
 
 def test_a_step_that_fails_on_one_device_leaves_the_others_alone():

@@ -16,7 +16,8 @@ import torch
 
 from nanopaged import kernel
 from nanopaged.device import sampler
-from nanopaged.device.sampler import SamplingNeeds, gumbel, kept_tokens, mix, pack_settings, pick
+from nanopaged.device.logits import kept_tokens
+from nanopaged.device.sampler import SamplingNeeds, gumbel, mix, pack_settings, pick
 
 sample = partial(sampler.sample, pick=kernel.pick if torch.cuda.is_available() else pick)
 GOLDEN = Path(__file__).parents[1] / "golden"

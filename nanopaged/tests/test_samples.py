@@ -77,8 +77,8 @@ def test_samples_compute_their_prompt_once(n, rows, max_new, most):
 def test_samples_do_not_overtake_and_end_when_they_are_aborted():
     model = fake(max_num_seqs=2, caching=False)
     a, b, c = samples_of(3, model, range(10), max_new=5)
-    between = sequence(range(20, 30), arrival=a.order[1], number=1)
-    b.order = a.order[0], a.order[1], 2
+    between = sequence(range(20, 30), arrival=a.order.arrival, number=1)
+    b.order = a.order._replace(number=2)
     model.scheduler.add(a)
     model.scheduler.add(between)
     model.step()

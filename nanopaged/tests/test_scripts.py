@@ -1,8 +1,6 @@
-"""The tokenizer that scripts get from `LLM.get_tokenizer` does what a tokenizer of transformers 5 does with the same
-calls. Where transformers is installed, the answers are compared with its own."""
+"""What scripts get from `LLM.get_tokenizer`, held to transformers 5 where that is installed."""
 import copy
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +9,10 @@ import pytest
 import torch
 
 from nanopaged.features.chat_template import ScriptTokenizer
-from nanopaged.tests.helpers import complaint
+from nanopaged.tests.helpers import GOLDEN, ROOT, complaint, write_files
 from nanopaged.text.tokenizer import load_tokenizer
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "tokenizers"
+LLAMA3 = GOLDEN / "tokenizers" / "llama3"
 TEMPLATE = ("{{ bos_token }}{% for message in messages %}[{{ message.role }}] {{ message.content }}{{ eos_token }}"
             "{% endfor %}{% if add_generation_prompt %}[assistant]{{ mood or '' }}{% endif %}")
 MESSAGES = [{"role": "user", "content": "Hello there"}, {"role": "assistant", "content": "Hi"}]
@@ -24,12 +22,9 @@ TEXT, BOS, EOS = "What is it that the man said?", "<|begin_of_text|>", "<|eot_id
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """Llama 3's small tokenizer with a chat template and a padding token."""
-    folder = tmp_path_factory.mktemp("llama3")
-    shutil.copy(GOLDEN / "llama3" / "tokenizer.json", folder)
-    config = json.loads((GOLDEN / "llama3" / "tokenizer_config.json").read_text())
+    config = json.loads((LLAMA3 / "tokenizer_config.json").read_text())
     config |= {"chat_template": TEMPLATE, "pad_token": "<|end_of_text|>", "unk_token": None}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return folder
+    return write_files(tmp_path_factory.mktemp("llama3"), {"tokenizer_config.json": config}, LLAMA3.iterdir())
 
 
 @pytest.fixture
@@ -92,11 +87,10 @@ def test_the_llm_gives_it_and_does_not_need_it():
             "assert 'nanopaged.features.chat_template' not in sys.modules; "
             "tokenizer = llm.get_tokenizer(); assert tokenizer is llm.get_tokenizer(); "
             "print(tokenizer.decode(tokenizer.encode('ROMEO:')))")
-    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "ROMEO:\n", done.stderr
 
 
 @pytest.mark.parametrize("options, words", [({}, "no chat template"), ({"chat_template": "x"}, "must be a list")])
 def test_bad_conversations_get_one_sentence(options, words):
-    tokenizer = ScriptTokenizer(load_tokenizer(GOLDEN / "llama3"), GOLDEN / "llama3")
-    assert words in complaint(tokenizer.apply_chat_template, [], **options)
+    assert words in complaint(ScriptTokenizer(load_tokenizer(LLAMA3), LLAMA3).apply_chat_template, [], **options)

@@ -1,6 +1,6 @@
 """The server over HTTP: OpenAI's client, and raw sockets for what clients do wrong."""
+import asyncio
 import contextlib
-import errno
 import itertools
 import json
 import os
@@ -17,9 +17,10 @@ from email.message import Message
 from http.client import HTTPResponse
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
+import torch
 
 import bench
 import nanopaged
@@ -27,10 +28,10 @@ from nanopaged import SamplingParams
 from nanopaged.features.server.answers import CHAT
 from nanopaged.features.server.openai import Serving
 from nanopaged.features.server.responses import RESPONSES
-from nanopaged.tests.helpers import ROOT, load
+from nanopaged.tests.helpers import ROOT, load, shared
 from nanopaged.tests.test_cli import TEMPLATE, assert_refused, at_each_step
 from nanopaged.tests.test_cli import run as run_cli
-from nanopaged.tests.test_openai import CALL, TOOLS, needs_grammar, serving_of
+from nanopaged.tests.test_openai import TOOLS, needs_grammar, serving_of
 
 REASON = "the server's packages are optional; .ci/run installs them for its last part"
 uvicorn = pytest.importorskip("uvicorn", reason=REASON)
@@ -182,8 +183,8 @@ def test_completions(server):
 
 
 def test_the_example_of_the_readme(server, capsys, monkeypatch):
-    code = next(text for text in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.S)
-                if "OpenAI(" in text)
+    readme = (ROOT / "nanopaged" / "README.md").read_text("utf-8")
+    [code] = (text for text in re.findall(r"```python\n(.*?)```", readme, re.S) if "OpenAI(" in text)
     clients = []  # a new one would load certificates for a second
     monkeypatch.setattr(openai, "OpenAI", lambda **options: clients.append(options) or server.client)
     exec(code.replace('"shakespeare"', '"bard"'), {})
@@ -192,8 +193,8 @@ def test_the_example_of_the_readme(server, capsys, monkeypatch):
 
 
 def test_the_command_of_the_readme(server):
-    readme = (ROOT / "README.md").read_text("utf-8").replace("\\\n", "")
-    curl, url, h, header, d, body = shlex.split(re.search(r"^    (curl .*)$", readme, re.M)[1])
+    readme = (ROOT / "nanopaged" / "README.md").read_text("utf-8")
+    curl, url, h, header, d, body = shlex.split(re.search(r"`(curl .*?)`", readme)[1])
     assert (curl, h, d) == ("curl", "-H", "-d") and url.startswith("http://127.0.0.1:8000/")
     name, value = header.split(": ")
     body = body.replace('"shakespeare"', '"bard"').encode()
@@ -212,25 +213,11 @@ def test_chat(server):
     assert parts[0].choices[0].delta.role == "assistant" and parts[-1].choices[0].finish_reason == "length"
 
 
-@needs_grammar
-def test_a_call_of_a_tool(server, monkeypatch):
-    """Content and a call that the model writes. (Below is one that must come.)"""
-    monkeypatch.setattr(server.app.serving, "tool_parser", "hermes")
-    text = {"choice": [f"Ay.\n<tool_call>\n{CALL}\n</tool_call>"]}
-    fields = dict(messages=MESSAGES, model="bard", tools=TOOLS, extra_body={"structured_outputs": text})
-    whole = server.client.chat.completions.create(**fields).choices[0]
-    with server.client.chat.completions.stream(**fields) as events:  # puts the deltas together
-        streamed = events.get_final_completion().choices[0]
-    for found in (whole, streamed):
-        [call] = found.message.tool_calls
-        assert found.finish_reason == "tool_calls" and found.message.content == "Ay." and call.type == "function"
-        assert (call.function.name, json.loads(call.function.arguments)) == ("now", {"zone": 1})
-
-
 def test_models_versions_and_ids(server):
-    card = server.client.models.retrieve("bard")
-    assert server.client.models.list().data == [card] and (card.id, card.max_model_len) == ("bard", 512)
-    assert (card.root, card.parent, card.permission) == ("bard", None, [])
+    for card in (server.client.models.retrieve("bard"), *server.client.models.list()):
+        assert (card.id, card.root, card.parent, card.permission) == ("bard", "bard", None, [])
+        assert card.max_model_len == 512
+    assert len(server.client.models.list().data) == 1
     with pytest.raises(openai.NotFoundError, match="gpt-4.*bard"):
         server.client.models.retrieve("gpt-4")
     status, found, content = server.get("/version", X_Request_Id="mine-7")
@@ -278,19 +265,6 @@ def test_responses_with_calls_of_functions_and_with_a_schema(server):
 
 
 # ---- Many clients, and clients that leave or are slow
-
-def test_twice_as_many_connections_as_run_at_once(server):
-    prompts, texts = [f"ROMEO {i}:" for i in range(128)], []
-    connections = [server.send(request(dict(GREEDY, prompt=prompt, stream=i % 2 == 0, max_tokens=3)))
-                   for i, prompt in enumerate(prompts)]
-    for i, connection in enumerate(connections):
-        with connection:
-            content = read_response(connection)[2]
-            found = json.loads(content)["choices"] if i % 2 else choices(content)
-            texts.append("".join(choice["text"] for choice in found))
-    outputs = server.llm.generate(prompts, SamplingParams(temperature=0, max_tokens=3))
-    assert texts == [output.outputs[0].text for output in outputs]
-
 
 @pytest.mark.parametrize("fields", [dict(stream=True), dict(stream=False), dict(stream=True, logprobs=20)])
 def test_a_client_that_leaves_is_noticed_and_aborted_before_the_next_step(server, fields, monkeypatch):
@@ -395,27 +369,22 @@ def test_the_engine_sleeps_when_idle(server):
     assert time.process_time() - used < 0.1 and server.engine.is_alive()
 
 
-def test_a_call_of_generate_goes_on_beside_the_clients(server):
-    with server.send(request(dict(LONG, stream=True))) as connection:
-        wait_until(lambda: server.llm.scheduler.running)
-        [output] = server.llm.generate([5, 6, 7], SamplingParams(max_tokens=20, ignore_eos=True))
-        assert len(output.outputs[0].token_ids) == 20 and b"error" not in read_response(connection)[2]
-
-
 def test_a_step_serves_as_many_clients_as_leave_it_time(server, monkeypatch):
     """And all of them in turn. The event loop is woken once per step."""
     monkeypatch.setattr(server.engine, "loop_share", 0.0)
     engine, served, steps = server.engine, [], []
     monkeypatch.setattr(engine, "_deliver", lambda news: (served.append((len(news), len(server.llm.requests))),
                                                           type(engine)._deliver(news)))
-    connections = [server.send(request(dict(GREEDY, prompt=f"ROMEO {i}:", stream=True, max_tokens=24)))
-                   for i in range(40)]
-    contents = [read_response(connection)[2] for connection in connections]
+    prompts = [f"ROMEO {i}:" for i in range(40)]
+    connections = [server.send(request(dict(GREEDY, prompt=prompt, stream=True, max_tokens=24))) for prompt in prompts]
+    pieces = []
     for connection in connections:
-        connection.close()
-    assert all(content.endswith(b"data: [DONE]\n\n") for content in contents)
+        with connection:
+            pieces.append([choice["text"] for choice in choices(read_response(connection)[2])])
+    outputs = server.llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24))
+    assert ["".join(texts) for texts in pieces] == [output.outputs[0].text for output in outputs]
     assert max(count for count, num_requests in served if num_requests) == 16
-    counts = [len(choices(content)) for content in contents]
+    counts = [len(texts) for texts in pieces]
     assert max(counts) < 24 and min(counts) > max(counts) / 2
     del served[:]
     with at_each_step(steps.append), ThreadPoolExecutor(8) as pool:
@@ -651,16 +620,6 @@ def test_connections_without_a_request_are_closed(server, monkeypatch, parts):
         server.assert_works()
 
 
-def test_too_many_open_files_are_said_once(server, capsys):
-    loop, done = server.engine.loop, threading.Event()
-    for _ in range(100):
-        context = {"message": "socket.accept() out of system resource", "exception": OSError(errno.EMFILE, "Too many")}
-        loop.call_soon_threadsafe(loop.call_exception_handler, context)
-    loop.call_soon_threadsafe(done.set)
-    assert done.wait(10)
-    assert capsys.readouterr().err.count("\n") == 1
-
-
 # ---- Metrics, failures
 
 def test_metrics(server):
@@ -857,3 +816,19 @@ def test_metrics_of_drafts():
     drafts, proposed, accepted = (number(text, f"spec_decode_num_{name}_total")
                                   for name in ("drafts", "draft_tokens", "accepted_tokens"))
     assert 0 < drafts <= proposed and accepted <= proposed
+
+
+@pytest.mark.parametrize("most, cores, variables, calls", [
+    (2**24, 2, {}, [call(1)]), (1000, 2, {}, []), (2**24, 16, {}, []), (2**24, 2, {"OMP_NUM_THREADS": "2"}, [])])
+def test_a_small_model_on_few_cores_computes_in_one_thread(monkeypatch, most, cores, variables, calls):
+    async def start():
+        async_llm.AsyncLLM(shared(device="cpu"))
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(async_llm, "SMALL_MODEL", most)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
+    monkeypatch.setattr(torch, "set_num_threads", set_num_threads := Mock())
+    asyncio.run(start())
+    assert set_num_threads.mock_calls == calls

@@ -1,13 +1,11 @@
-"""Sliding windows and swapping: the books with a fake model, and the moves with real ones. (test_random_operations.py
-has both with all else, test_parallel.py the moves of several GPUs.)"""
+"""Swapping. (test_random_operations.py has its books and those of windows, test_tensor_parallel.py several GPUs.)"""
 import pytest
 
-from engine import Status, cdiv
 from nanopaged import SamplingParams
 from nanopaged.features import swapping
-from nanopaged.features.swapping import NULL, Swapping, SwapPool
+from nanopaged.features.swapping import Swapping, SwapPool
 from nanopaged.tests.fake_model import fake, sequence
-from nanopaged.tests.helpers import assert_golden, check_books, from_one_pool, load, texts, tokens_of
+from nanopaged.tests.helpers import assert_golden, from_one_pool, load, texts, tokens_of
 
 
 def test_a_preempted_sequence_moves_to_the_host_and_computes_nothing_again():
@@ -19,42 +17,6 @@ def test_a_preempted_sequence_moves_to_the_host_and_computes_nothing_again():
     assert moved.num_computed == 3 * 19  # every token once, but for the last: nothing follows it
     assert 0 < cached.events["swaps_in"] < cached.events["swaps_out"]  # some blocks were still in the prefix cache
     assert short.events["preempted"] > 0 == short.events["swaps_out"] and short.num_computed > 3 * 19  # no room there
-
-
-@pytest.mark.parametrize("lookahead", [0, 1])
-def test_after_a_failed_launch_nothing_is_left_on_the_host(lookahead):
-    """Of a step that moves blocks to the host or from it: its sequences start over, with the same texts."""
-    fails = []
-    for number in range(80):
-        model = fake(manager=Swapping(6, 4, True, 0, 20), lookahead=lookahead)
-        seqs = [sequence([i] * 7, max_new=13, arrival=i) for i in range(3)]
-        for seq in seqs:
-            model.scheduler.add(seq)
-        for _ in range(number):
-            model.step()
-        step = model.step(fail=True)
-        fails.append((bool(step.swaps_out), bool(step.swaps_in)))
-        check_books(model.scheduler)
-        assert not step.swaps_out or Status.SWAPPED not in [seq.status for seq in step.preempted]
-        model.run()
-        assert [len(seq.token_ids) for seq in seqs] == [20] * 3
-        model.scheduler.block_manager.check_idle()
-    assert {swaps for swaps in fails if any(swaps)} >= {(True, False), (False, True)}
-
-
-@pytest.mark.parametrize("block_size, window, chunk", [(1, 5, 3), (4, 8, 8192), (4, 7, 3), (16, 5, 20)])
-def test_a_window_bounds_the_blocks_of_a_sequence_of_any_length(block_size, window, chunk):
-    num_blocks = cdiv(window + min(chunk, 40), block_size) + 1
-    manager = Swapping(num_blocks, block_size, True, window, 0, chunk)
-    model = fake(manager=manager, max_num_batched_tokens=manager.most_tokens)
-    seq = sequence([i % 3 for i in range(200)], max_new=50)  # far more than the pool holds
-    model.scheduler.add(seq)
-    while seq.status is not Status.FINISHED:
-        step = model.step()
-        check_books(model.scheduler)
-        held = sum(block != NULL for block in seq.block_table)
-        assert held <= cdiv(window + sum(step.num_tokens), block_size) + 1
-    assert len(seq.token_ids) == 250 and manager.num_free_blocks == num_blocks
 
 
 @pytest.fixture

@@ -1,37 +1,34 @@
 """Tokenizers give, id for id and character for character, what Hugging Face `tokenizers` gives.
 
 golden/tokenizers holds a small tokenizer of each family with what `tokenizers` made of hard texts (made by
-golden/make_tokenizers.py). NANOPAGED_GPT2, a directory with GPT-2's vocab.json and merges.txt, adds the real
-vocabulary.
+golden/make_tokenizers.py).
 """
-
 import importlib.util
 import json
-import os
 import random
 import re
-import shutil
 import sys
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 
 import pytest
 import regex
 
 from nanopaged import LLM, SamplingParams
-from nanopaged.tests.helpers import complaint
+from nanopaged.tests.helpers import GOLDEN, complaint, write_files
 from nanopaged.text.tokenizer import Tokenizer, load_tokenizer
 
-GOLDEN = Path(__file__).parent.parent / "golden" / "tokenizers"
+TOKENIZERS = GOLDEN / "tokenizers"
 BYTE_LEVEL = ["gpt2", "opt", "llama3", "smollm2", "qwen", "flags"]
 HAS_TOKENIZERS = importlib.util.find_spec("tokenizers") is not None
 needs_tokenizers = pytest.mark.skipif(
-    not HAS_TOKENIZERS,
-    reason="what tiktoken cannot express is read with the package `tokenizers`, which is not installed")
+    not HAS_TOKENIZERS, reason="what tiktoken cannot express is read with the package `tokenizers`, which is missing")
 FAMILIES = [*BYTE_LEVEL, pytest.param("llama2", marks=needs_tokenizers)]
 
 
 def expected(name: str) -> dict:
-    return json.loads((GOLDEN / name / "expected.json").read_text(encoding="utf-8"))
+    return json.loads((TOKENIZERS / name / "expected.json").read_text(encoding="utf-8"))
 
 
 def pieces(tokenizer: Tokenizer, ids: list[int], skip_special_tokens: bool, rng: random.Random | None = None,
@@ -48,7 +45,7 @@ def pieces(tokenizer: Tokenizer, ids: list[int], skip_special_tokens: bool, rng:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_encode_and_decode_like_hugging_face(name):
     """Also random ids: they have broken UTF-8, special tokens inside characters, and ids that are no token."""
-    tokenizer, golden = load_tokenizer(GOLDEN / name), expected(name)
+    tokenizer, golden = load_tokenizer(TOKENIZERS / name), expected(name)
     for text, ids, plain, *_ in golden["texts"]:
         assert tokenizer.encode(text) == ids, text
         assert tokenizer.encode(text, add_special_tokens=False) == plain, text
@@ -63,7 +60,7 @@ def test_encode_and_decode_like_hugging_face(name):
 def test_a_stream_after_a_prompt_adds_what_decode_adds(name):
     """Wherever a text is cut into a prompt (it may be empty) and a generated part, so no half of a character is shown
     before its end. Llama 2's first generated space is text."""
-    tokenizer, rng, num_cuts = load_tokenizer(GOLDEN / name), random.Random(0), 0
+    tokenizer, rng, num_cuts = load_tokenizer(TOKENIZERS / name), random.Random(0), 0
     golden = expected(name)
     for ids in [row[1] for row in golden["texts"]] + [row[0] for row in golden["random"]]:
         for cut in [0, *rng.sample(range(len(ids) + 1), k=min(len(ids), 9))]:
@@ -79,7 +76,7 @@ def test_a_stream_after_a_prompt_adds_what_decode_adds(name):
 
 @pytest.mark.parametrize("name", ["gpt2", "llama3", "qwen", pytest.param("llama2", marks=needs_tokenizers)])
 def test_a_stream_completes_the_character_that_the_prompt_began(name):
-    tokenizer = load_tokenizer(GOLDEN / name)
+    tokenizer = load_tokenizer(TOKENIZERS / name)
     ids = tokenizer.encode("<s>x\U00010348 y")         # a character of four bytes, which no merge joins
     first = max(cut for cut in range(len(ids)) if tokenizer.decode(ids[:cut]).endswith("x"))
     for cut in range(first, first + 4):
@@ -90,52 +87,35 @@ def test_a_stream_completes_the_character_that_the_prompt_began(name):
 @needs_tokenizers
 def test_only_the_end_of_a_prompt_is_decoded(monkeypatch):
     """A detokenizer costs the same after a long prompt."""
-    tokenizer, lengths = load_tokenizer(GOLDEN / "llama2"), []
+    tokenizer, lengths = load_tokenizer(TOKENIZERS / "llama2"), []
     decode, ids = tokenizer.decode, tokenizer.encode("Once upon a time " * 500)
     monkeypatch.setattr(tokenizer, "decode", lambda ids: lengths.append(len(ids)) or decode(ids))
     assert tokenizer.detokenizer(True, ids).add(tokenizer.encode("there", add_special_tokens=False)) == " there"
     assert max(lengths) < 20
 
 
-@pytest.mark.parametrize("name, bos, eos, added", [
-    ("gpt2", "<|endoftext|>", "<|endoftext|>", []), ("opt", "</s>", "</s>", [2]),
-    ("llama3", "<|begin_of_text|>", "<|eot_id|>", None),
-    ("smollm2", "<|im_start|>", "<|im_end|>", []), ("qwen", None, "<|im_end|>", [])])
-def test_special_tokens(name, bos, eos, added):
-    tokenizer = load_tokenizer(GOLDEN / name)
-    for token, token_id in ((bos, tokenizer.bos_token_id), (eos, tokenizer.eos_token_id)):
-        assert [token_id] == (tokenizer.encode(token, add_special_tokens=False) if token else [None])
-    assert tokenizer.encode("") == ([tokenizer.bos_token_id] if added is None else added)
+PAIR = [TOKENIZERS / "gpt2" / "vocab.json", TOKENIZERS / "gpt2" / "merges.txt"]
 
 
-@pytest.fixture
-def pair(tmp_path) -> Path:
-    """GPT-2's vocab.json and merges.txt."""
-    for file in ("vocab.json", "merges.txt"):
-        shutil.copy(GOLDEN / "gpt2" / file, tmp_path)
-    return tmp_path
-
-
-def test_vocab_and_merges(pair):
+def test_vocab_and_merges(tmp_path):
     """They equal tokenizer.json, and further files may name further tokens."""
-    tokenizer = load_tokenizer(pair)
+    tokenizer = load_tokenizer(write_files(tmp_path, {}, PAIR))
     assert tokenizer.eos_token_id == 640
     assert all(tokenizer.encode(row[0]) == row[1] for row in expected("gpt2")["texts"])
-    (pair / "added_tokens.json").write_text('{"<x>": 641}')
-    (pair / "special_tokens_map.json").write_text('{"eos_token": {"content": "<x>"}, "bos_token": "<x>"}')
-    tokenizer = load_tokenizer(pair)
+    names = {"eos_token": {"content": "<x>"}, "bos_token": "<x>"}
+    more = {"added_tokens.json": {"<x>": 641}, "special_tokens_map.json": names}
+    tokenizer = load_tokenizer(write_files(tmp_path, more))
     assert (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.vocab_size) == (641, 641, 642)
     assert tokenizer.decode(tokenizer.encode("a<x>b"), skip_special_tokens=True) == "ab"
 
 
 @pytest.mark.parametrize("name, content, words", [
-    ("vocab.json", b"[]", "vocab.json"), ("vocab.json", b'{"a": "b"}', "vocab.json"),
-    ("merges.txt", b"\xff", "merges.txt"), ("added_tokens.json", b'{"<x>": null}', "vocab.json"),
-    ("tokenizer_config.json", b'{"tokenizer_class": "RobertaTokenizer"}', "of a RobertaTokenizer")])
-def test_damaged_vocab_and_merges(pair, name, content, words):
-    (pair / name).write_bytes(content)
-    message = complaint(load_tokenizer, pair)
-    assert words in message and str(pair) in message and "token ids" in message
+    ("vocab.json", "[]", "vocab.json"), ("vocab.json", '{"a": "b"}', "vocab.json"),
+    ("merges.txt", b"\xff", "merges.txt"), ("added_tokens.json", '{"<x>": null}', "vocab.json"),
+    ("tokenizer_config.json", '{"tokenizer_class": "RobertaTokenizer"}', "of a RobertaTokenizer")])
+def test_damaged_vocab_and_merges(tmp_path, name, content, words):
+    message = complaint(load_tokenizer, write_files(tmp_path, {name: content}, PAIR))
+    assert words in message and str(tmp_path) in message and "token ids" in message
 
 
 @pytest.mark.parametrize("config, has_default", [
@@ -153,7 +133,7 @@ def test_only_the_class_of_gpt2_has_default_tokens(tmp_path, config, has_default
 
 @pytest.mark.parametrize("name", ["qwen", pytest.param("llama2", marks=needs_tokenizers)])
 def test_tokens_that_only_tokenizer_config_lists(tmp_path, name):
-    first = load_tokenizer(GOLDEN / name).vocab_size
+    first = load_tokenizer(TOKENIZERS / name).vocab_size
     flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
     tokens = {first: flags | {"content": "<|new|>", "special": True},
               first + 1: flags | {"content": "<call>", "special": False}}
@@ -170,7 +150,7 @@ def test_tokens_that_only_tokenizer_config_lists(tmp_path, name):
 def test_the_end_token_of_the_tokenizer_ends_texts_too(tmp_path):
     """Some fine-tunes change it in tokenizer_config.json and leave the model's config.json as it was."""
     folder = changed(tmp_path, "gpt2", {"eos_token": "A"})
-    llm = LLM(str(GOLDEN.parent / "llama2"), tokenizer=str(folder), num_blocks=16, device="cpu")
+    llm = LLM(str(GOLDEN / "llama2"), tokenizer=str(folder), num_blocks=16, device="cpu")
     end = llm.get_tokenizer().eos_token_id
     assert llm.eos_token_ids == {2, end}
     params = SamplingParams(allowed_token_ids=[end], max_tokens=5)
@@ -181,10 +161,9 @@ def test_the_end_token_of_the_tokenizer_ends_texts_too(tmp_path):
 
 @pytest.mark.parametrize("ignore_merges", [False, True])
 def test_only_listed_pairs_merge(tmp_path, ignore_merges):
-    """The merge of b and c comes first, so no merge makes abc: `a` and `bc` are no listed pair, though tiktoken would
-    join them."""
+    """The merge of b and c comes first, and `a` and `bc` are no listed pair, though tiktoken would join them."""
     merges = ["b c", "a b", "ab c"]
-    characters = [token for token in load_tokenizer(GOLDEN / "llama3").tokens if len(token) == 1]
+    characters = [token for token in load_tokenizer(TOKENIZERS / "llama3").tokens if len(token) == 1]
     vocab = {token: i for i, token in enumerate([*characters, *(merge.replace(" ", "") for merge in merges)])}
     tokenizer = load_tokenizer(changed(tmp_path, "llama3", post_processor=None, added_tokens=[], model__vocab=vocab,
                                        model__merges=merges, model__ignore_merges=ignore_merges))
@@ -195,20 +174,20 @@ def test_only_listed_pairs_merge(tmp_path, ignore_merges):
 
 
 def test_bytes_that_are_no_token_vanish_and_their_neighbours_merge():
-    tokenizer = load_tokenizer(GOLDEN / "smollm2")
+    tokenizer = load_tokenizer(TOKENIZERS / "smollm2")
     assert tokenizer.encode("thɐe") == tokenizer.encode("the")
 
 
 def test_long_and_monotonous_prompts():
     """tiktoken alone panics on a million spaces."""
     for name in ("gpt2", "smollm2", "qwen"):
-        tokenizer = load_tokenizer(GOLDEN / name)
+        tokenizer = load_tokenizer(TOKENIZERS / name)
         for text in ("x" + " " * 1_000_000 + "x", "a" * 100_000, "hear me speak.\n" * 30_000):
             assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
 
 
 def test_lone_surrogate_is_refused():
-    message = complaint(load_tokenizer(GOLDEN / "gpt2").encode, "ab\ud83dc")
+    message = complaint(load_tokenizer(TOKENIZERS / "gpt2").encode, "ab\ud83dc")
     assert "U+D83D" in message and "position 2" in message
 
 
@@ -228,19 +207,14 @@ NFKC = pytest.param({"normalizer": {"type": "NFKC"}}, marks=needs_tokenizers)  #
 def changed(folder: Path, name: str, config: dict | None = None, **parts) -> Path:
     """A folder with a tokenizer_config.json, if it is given, and a copy of a tokenizer.json, parts of it replaced:
     model__vocab__a=5 sets ["model"]["vocab"]["a"], a number is an index, and ... deletes."""
-    spec = json.loads((GOLDEN / name / "tokenizer.json").read_text(encoding="utf-8"))
+    spec = json.loads((TOKENIZERS / name / "tokenizer.json").read_text(encoding="utf-8"))
     for path, value in parts.items():
         *holders, last = (int(key) if key.isdigit() else key for key in path.split("__"))
-        holder = spec
-        for key in holders:
-            holder = holder[key]
+        holder = reduce(getitem, holders, spec)
         holder[last] = value
         if value is ...:
             del holder[last]
-    (folder / "tokenizer.json").write_text(json.dumps(spec))
-    if config is not None:
-        (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return folder
+    return write_files(folder, {"tokenizer.json": spec} | ({} if config is None else {"tokenizer_config.json": config}))
 
 
 @pytest.mark.parametrize("name, text", [
@@ -264,7 +238,7 @@ def test_damaged_files(tmp_path, name, text):
 
 def test_without_the_package_tokenizers(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    message = complaint(load_tokenizer, GOLDEN / "llama2")
+    message = complaint(load_tokenizer, TOKENIZERS / "llama2")
     assert all(part in message for part in ("llama2", "byte_fallback", "pip install tokenizers", "token ids"))
 
 
@@ -277,8 +251,7 @@ def test_without_the_package_tokenizers(monkeypatch):
         {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}]}},
     {"normalizer": {"type": "NFKC"}}])
 def test_byte_level_that_tiktoken_cannot_express(tmp_path, change):
-    """The package `tokenizers` encodes (Falcon cuts text in such a way), and the stream still holds half characters
-    back."""
+    """The package `tokenizers` encodes (Falcon cuts text so), and the stream still holds half characters back."""
     from tokenizers import Tokenizer as Reference
     tokenizer = load_tokenizer(changed(tmp_path, "qwen", **change))
     reference = Reference.from_file(str(tmp_path / "tokenizer.json"))
@@ -339,29 +312,3 @@ def test_panics_and_errors_of_tokenizers_are_sentences(tmp_path, name, parts, wo
     for is_stream in (False, True):
         assert re.search(words, complaint(run, is_stream))
 
-
-@needs_tokenizers
-@pytest.mark.skipif("NANOPAGED_GPT2" not in os.environ,
-                    reason="set NANOPAGED_GPT2 to a directory with GPT-2's vocab.json and merges.txt")
-def test_real_gpt2_vocabulary():
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    folder, rng = Path(os.environ["NANOPAGED_GPT2"]), random.Random(0)
-    tokenizer = load_tokenizer(folder)
-    reference = Tokenizer(models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt")))
-    reference.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    reference.decoder = decoders.ByteLevel()
-    reference.add_special_tokens(["<|endoftext|>"])
-    assert tokenizer.encode("Hello world") == [15496, 995]
-    assert (tokenizer.vocab_size, tokenizer.eos_token_id) == (50257, 50256)
-    words = ["the", " and", " don't", "I'LL", "\n\n", "   ", "<|endoftext|>", "12345", " ", "\u200d", "\u00a0"]
-    scripts = [(32, 127), (9, 33), (0, 0x250), (0x300, 0xE00), (0x2000, 0x2070), (0x3040, 0x9FFF), (0xE000, 0x11000),
-               (0x1F300, 0x1FAFF)]
-    for _ in range(2000):
-        parts = rng.choices(words, k=rng.randrange(5)) + [
-            "".join(chr(rng.randrange(*script)) for _ in range(rng.randrange(1, 7)))
-            for script in rng.choices(scripts, k=rng.randrange(1, 7))]
-        text = "".join(rng.sample(parts, len(parts)))
-        ids, drawn = tokenizer.encode(text), [rng.randrange(50257) for _ in range(8)]
-        assert tokenizer.decode(ids) == text and ids == reference.encode(text).ids, text
-        decoded = reference.decode(drawn, skip_special_tokens=False)
-        assert "".join(pieces(tokenizer, drawn, False)) == tokenizer.decode(drawn) == decoded

@@ -57,7 +57,7 @@ class Witness:
 
     def name(self, seq):
         several = seq.sampling.params.n > 1 or seq.request_id.startswith("beam")
-        return letters(seq.order[1]) + (str(seq.order[2]) if several else "")
+        return letters(seq.order.arrival) + (str(seq.order.number) if several else "")
 
     def watch(self, scheduler, did):
         """Note the blocks that are taken, evicted, and found."""

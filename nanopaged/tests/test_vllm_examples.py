@@ -1,7 +1,7 @@
 """vLLM's offline examples with the import changed: the same calls, and what they print held to what it should be.
 
-The models bear the names that the examples use, and a function stands in for their download (test_hub.py has that). All
-are the bundled model. OPT and Llama have OPT's small tokenizer, which puts </s> in front of a text.
+A function stands in for the download of the model (test_hub.py has that). It is the bundled one, with OPT's small
+tokenizer, which puts </s> in front of a text.
 """
 import ast
 import io
@@ -20,11 +20,11 @@ import torch
 from nanopaged import LLM, BeamSearchParams, RequestOutput, SamplingParams, TextPrompt
 from nanopaged.api import core
 from nanopaged.features import hub
-from nanopaged.tests.helpers import BUNDLED, GOLDEN, complaint
+from nanopaged.tests.helpers import BUNDLED, GOLDEN, complaint, write_files
 from nanopaged.tests.test_cli import Screen
 from nanopaged.text.tokenizer import load_tokenizer
 
-OPT, LLAMA = "facebook/opt-125m", "meta-llama/Llama-3.2-1B-Instruct"
+OPT = "facebook/opt-125m"
 TOKENIZER = load_tokenizer(GOLDEN / "tokenizers" / "opt")
 PROMPTS = ["Hello, my name is", "The president of the United States is", "The capital of France is",
            "The future of AI is"]
@@ -32,31 +32,24 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def models(tmp_path_factory):
-    """A folder for each model. The tests are about the calls, so a CPU will do."""
-    folder = tmp_path_factory.mktemp("hub")
-    for name in (OPT, LLAMA):
-        (folder / name).mkdir(parents=True)
-        for file in (BUNDLED / "config.json", BUNDLED / "model.safetensors", *(GOLDEN / "tokenizers/opt").iterdir()):
-            (folder / name / file.name).symlink_to(file)
-    (folder / LLAMA / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6, "top_p": 0.9}')
-    (folder / LLAMA / "chat_template.jinja").write_text(
-        "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content }}{{ eos_token }}"
-        "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}")
+def model(tmp_path_factory):
+    """The tests are about the calls, so a CPU will do."""
+    folder = write_files(tmp_path_factory.mktemp("model"), {
+        "config.json": (BUNDLED / "config.json").read_text(),
+        "generation_config.json": {"do_sample": True, "temperature": 0.6, "top_p": 0.9},
+        "chat_template.jinja":
+            "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content }}{{ eos_token }}"
+            "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}",
+    }, [BUNDLED / "model.safetensors", *(GOLDEN / "tokenizers" / "opt").iterdir()])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hub, "download", lambda name, *_: folder / name)
+        patch.setattr(hub, "download", lambda *_: folder)
         patch.setattr(torch.cuda, "is_available", lambda: False)
         yield
 
 
 @pytest.fixture(scope="module")
-def opt(models):
+def llm(model):
     return LLM(model=OPT)
-
-
-@pytest.fixture(scope="module")
-def llama(models):
-    return LLM(model=LLAMA)
 
 
 def first(outputs: list[RequestOutput]) -> list[str]:
@@ -79,26 +72,26 @@ def check(outputs: list[RequestOutput], prompts: list[str] = PROMPTS, max_tokens
 
 # ---- Generation
 
-def test_basic(opt):
-    check(opt.generate(PROMPTS, SamplingParams(temperature=0.8, top_p=0.95)))
-    check(opt.generate(PROMPTS[0]), PROMPTS[:1])
-    check(opt.generate(TextPrompt(prompt=PROMPTS[0])), PROMPTS[:1])
-    check(opt.generate({"prompt": PROMPTS[0], "prompt_token_ids": None}), PROMPTS[:1])
-    assert opt.generate([]) == []
+def test_basic(llm):
+    check(llm.generate(PROMPTS, SamplingParams(temperature=0.8, top_p=0.95)))
+    check(llm.generate(PROMPTS[0]), PROMPTS[:1])
+    check(llm.generate(TextPrompt(prompt=PROMPTS[0])), PROMPTS[:1])
+    check(llm.generate({"prompt": PROMPTS[0], "prompt_token_ids": None}), PROMPTS[:1])
+    assert llm.generate([]) == []
 
 
-def test_the_checkpoints_defaults(llama):
+def test_the_checkpoints_defaults(llm):
     """The default is generation_config="auto", as in vLLM."""
-    sampling_params = llama.get_default_sampling_params()
+    sampling_params = llm.get_default_sampling_params()
     assert sampling_params == SamplingParams(temperature=0.6, top_p=0.9)  # of generation_config.json
     sampling_params.max_tokens = 20
     sampling_params.top_k = 30
-    check(llama.generate(PROMPTS, sampling_params), max_tokens=20)
-    assert LLM(model=LLAMA, generation_config="vllm").get_default_sampling_params() == SamplingParams()
-    llm = LLM(model=LLAMA, override_generation_config={"temperature": 0.3, "max_new_tokens": 7})
-    assert llm.get_default_sampling_params(seed=1) == SamplingParams(temperature=0.3, top_p=0.9, max_tokens=7, seed=1)
-    check(llm.generate(PROMPTS), max_tokens=7)
-    check(llm.generate(PROMPTS, SamplingParams()))  # these are settings
+    check(llm.generate(PROMPTS, sampling_params), max_tokens=20)
+    assert LLM(model=OPT, generation_config="vllm").get_default_sampling_params() == SamplingParams()
+    other = LLM(model=OPT, override_generation_config={"temperature": 0.3, "max_new_tokens": 7})
+    assert other.get_default_sampling_params(seed=1) == SamplingParams(temperature=0.3, top_p=0.9, max_tokens=7, seed=1)
+    check(other.generate(PROMPTS), max_tokens=7)
+    check(other.generate(PROMPTS, SamplingParams()))  # these are settings
 
 
 def test_a_second_run_gives_the_same_texts():
@@ -107,10 +100,10 @@ def test_a_second_run_gives_the_same_texts():
     assert texts[0] == texts[1] != texts[2] and len(set(texts[0])) == len(PROMPTS)
 
 
-def test_beam_search(opt):
+def test_beam_search(llm):
     """vLLM's beams are sequences, whose tokens and text begin with the prompt (test_beam.py has their scores)."""
     params = BeamSearchParams(beam_width=4, max_tokens=10, ignore_eos=True, temperature=0.0, length_penalty=1.0)
-    for output in opt.beam_search([{"prompt_token_ids": TOKENIZER.encode(PROMPTS[0])}, {"prompt": PROMPTS[0]}], params):
+    for output in llm.beam_search([{"prompt_token_ids": TOKENIZER.encode(PROMPTS[0])}, {"prompt": PROMPTS[0]}], params):
         assert len(output.sequences) == 4
         for sequence, sample in zip(output.sequences, output.outputs, strict=True):
             assert sequence.tokens == output.prompt_token_ids + sample.token_ids
@@ -129,31 +122,31 @@ CONVERSATION = [
 TURNS = [f"{message['role']}: {message['content']}" for message in CONVERSATION]
 
 
-def test_chat(llama):
+def test_chat(llm):
     text = "".join(f"</s>{turn}" for turn in TURNS) + "</s>assistant: "
-    (output,) = llama.chat(CONVERSATION, GREEDY, use_tqdm=False)
+    (output,) = llm.chat(CONVERSATION, GREEDY, use_tqdm=False)
     assert output.prompt == text
     assert output.prompt_token_ids == TOKENIZER.encode(text, add_special_tokens=False)  # one </s> in front, not two
-    assert first(llama.generate({"prompt_token_ids": output.prompt_token_ids}, GREEDY)) == first([output])
-    outputs = llama.chat(messages=[CONVERSATION[:2], CONVERSATION], sampling_params=[GREEDY, GREEDY], use_tqdm=True,
+    assert first(llm.generate({"prompt_token_ids": output.prompt_token_ids}, GREEDY)) == first([output])
+    outputs = llm.chat(messages=[CONVERSATION[:2], CONVERSATION], sampling_params=[GREEDY, GREEDY], use_tqdm=True,
                          chat_template_content_format="auto")
     assert [one.prompt.count("</s>") for one in outputs] == [3, 5] and first(outputs)[1:] == first([output])
     assert "must be 'auto', not 'openai'" in complaint(
-        llama.chat, CONVERSATION, GREEDY, chat_template_content_format="openai")
-    (output,) = llama.chat(CONVERSATION[:3], GREEDY, add_generation_prompt=False, continue_final_message=True)
+        llm.chat, CONVERSATION, GREEDY, chat_template_content_format="openai")
+    (output,) = llm.chat(CONVERSATION[:3], GREEDY, add_generation_prompt=False, continue_final_message=True)
     assert output.prompt == "".join(f"</s>{turn}" for turn in TURNS[:3])
 
 
 @pytest.mark.parametrize("more, end", [
     ({}, ""), ({"chat_template_kwargs": {"enable_thinking": False}}, "<think></think>")])
-def test_another_template_with_tools_and_variables(llama, more, end):
+def test_another_template_with_tools_and_variables(llm, more, end):
     """Qwen3's thinking is switched off in this way."""
     tools = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]
     template = ("{{ tools | tojson }}\n{% for message in messages %}{{ message.role }}"
                 "{{ '(' + message.tool_call_id + ')' if message.tool_call_id }}: {{ message.content }}\n{% endfor %}"
                 "{{ '' if enable_thinking is not defined or enable_thinking else '<think></think>' }}")
     messages = [*CONVERSATION, {"role": "tool", "content": "It is 85 degrees.", "tool_call_id": "a1"}]
-    outputs = llama.chat([messages] * 2, GREEDY, tools=tools, chat_template=template, **more)
+    outputs = llm.chat([messages] * 2, GREEDY, tools=tools, chat_template=template, **more)
     turns = [json.dumps(tools), *TURNS, "tool(a1): It is 85 degrees.", end]
     assert [output.prompt for output in outputs] == ["\n".join(turns)] * 2
 
@@ -173,13 +166,12 @@ def test_engine_options_of_vllm():
 
 
 @pytest.mark.parametrize("method", ["encode", "embed", "classify", "score", "reward"])
-def test_methods_for_pooling_models_get_a_sentence(method, opt):
-    assert re.search(f"{method}.* pooling model", complaint(getattr(opt, method), PROMPTS, PROMPTS, use_tqdm=False))
+def test_methods_for_pooling_models_get_a_sentence(method, llm):
+    assert re.search(f"{method}.* pooling model", complaint(getattr(llm, method), PROMPTS, PROMPTS, use_tqdm=False))
 
 
-def test_use_tqdm(monkeypatch, llama):
-    """A bar is drawn on a terminal and in a notebook's cell, and is gone at the end. The bar is the default of generate
-    and chat, not of beam_search."""
+def test_use_tqdm(monkeypatch, llm):
+    """A bar is drawn on a terminal and in a notebook's cell, and gone at the end. By default beam_search has none."""
     cell = type("OutStream", (io.StringIO,), dict(__module__="ipykernel.iostream"))
     beams = BeamSearchParams(beam_width=2, max_tokens=3)
 
@@ -188,8 +180,8 @@ def test_use_tqdm(monkeypatch, llama):
         call(*args, **how)
         return sys.stderr.getvalue()
 
-    for call, *args, default in ((llama.generate, PROMPTS, GREEDY, True), (llama.beam_search, PROMPTS, beams, False),
-                                 (llama.chat, [CONVERSATION] * 4, GREEDY, True)):
+    for call, *args, default in ((llm.generate, PROMPTS, GREEDY, True), (llm.beam_search, PROMPTS, beams, False),
+                                 (llm.chat, [CONVERSATION] * 4, GREEDY, True)):
         for stderr in (Screen, cell):
             bar = drawn(call, *args, use_tqdm=True, stderr=stderr)
             assert re.match(r"\r\[\.{20}\] 0/4 prompts, \d:\d\d, \d+ tokens/s", bar) and bar.endswith(" \r")
@@ -212,12 +204,11 @@ def test_numpy():
     assert llm.generate([numpy.array(PROMPTS[0])], GREEDY)[0].prompt == PROMPTS[0]
     llm.add_request(arrays[0], GREEDY, priority=numpy.int32(-2))
     (seq,) = llm.scheduler.waiting
-    assert seq.order[0] == -2 and type(seq.order[0]) is int
+    assert seq.order.priority == -2 and type(seq.order.priority) is int
     for given in (numpy.array([1.5, 2]), numpy.array(5), numpy.array([True]), [numpy.float32(5)], numpy.array([[[5]]]),
                   {"prompt_token_ids": numpy.array(PROMPTS[0])}):
         assert "prompt" in complaint(llm.generate, given, GREEDY)
     assert "priority must be an integer" in complaint(llm.add_request, PROMPTS[0], GREEDY, priority=numpy.float32(2))
-    assert "use_tqdm must be True or False" in complaint(llm.generate, PROMPTS, GREEDY, use_tqdm=numpy.ones(2))
     assert llm.generate(PROMPTS, GREEDY, use_tqdm=numpy.bool_(True))
 
 
@@ -236,26 +227,24 @@ def test_keywords_of_generate():
         assert "priority must be an integer" in complaint(llm.add_request, PROMPTS[0], GREEDY, priority=priority)
 
 
-def test_a_tokenizer_from_elsewhere(tmp_path, opt):
+def test_a_tokenizer_from_elsewhere(tmp_path, llm):
     """As save_pretrained writes it: without a config.json."""
-    for folder, files in ((tmp_path, ("vocab.json", "merges.txt", "tokenizer_config.json")),
-                          (tmp_path / "bare", ("config.json", "model.safetensors"))):
-        folder.mkdir(exist_ok=True)
-        for file in files:
-            (folder / file).symlink_to(opt.path / file)
-    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    llm = LLM(model=str(tmp_path / "bare"), tokenizer=str(tmp_path))
-    outputs = llm.generate(PROMPTS, GREEDY)
+    files = [GOLDEN / "tokenizers" / "opt" / name for name in ("vocab.json", "merges.txt", "tokenizer_config.json")]
+    folder = write_files(tmp_path, {"chat_template.jinja": "{{ messages[0].content }}"}, files)
+    bare = write_files(tmp_path / "bare", {"config.json": (BUNDLED / "config.json").read_text()},
+                       [BUNDLED / "model.safetensors"])
+    other = LLM(model=bare, tokenizer=str(folder))
+    outputs = other.generate(PROMPTS, GREEDY)
     check(outputs, max_tokens=8)
-    assert first(outputs) == first(opt.generate(PROMPTS, GREEDY))
-    assert llm.chat(CONVERSATION[1:], GREEDY)[0].prompt_token_ids == TOKENIZER.encode("Hello")[1:]
+    assert first(outputs) == first(llm.generate(PROMPTS, GREEDY))
+    assert other.chat(CONVERSATION[1:], GREEDY)[0].prompt_token_ids == TOKENIZER.encode("Hello")[1:]
 
 
-def test_tokens_alone(opt):
+def test_tokens_alone(llm):
     ids = TOKENIZER.encode(PROMPTS[0])
-    expected = opt.generate([ids], GREEDY)[0].outputs[0].token_ids
+    expected = llm.generate([ids], GREEDY)[0].outputs[0].token_ids
     bare = LLM(model=OPT, skip_tokenizer_init=True)
-    for engine, settings in ((bare, GREEDY), (opt, SamplingParams(**vars(GREEDY) | {"detokenize": False}))):
+    for engine, settings in ((bare, GREEDY), (llm, SamplingParams(**vars(GREEDY) | {"detokenize": False}))):
         (output,) = engine.generate([{"prompt_token_ids": ids}], settings)
         assert output.outputs[0].token_ids == expected and output.outputs[0].text == "" and output.prompt is None
     for call in (bare.get_tokenizer, lambda: bare.generate(PROMPTS[0], GREEDY)):
@@ -300,14 +289,9 @@ def test_files_of_vllms_examples(tmp_path, monkeypatch, capfd):
     """Prints which of vLLM's offline examples run with their imports changed only; the README names them. The bundled
     model stands in for theirs, with a chat template and as many positions as the prompts want: the calls are tried."""
     root = Path(os.environ["NANOPAGED_VLLM_EXAMPLES"])
-    model = tmp_path / "model"
-    model.mkdir()
-    for file in BUNDLED.iterdir():
-        (model / file.name).symlink_to(file)
-    (model / "config.json").unlink()
     config = json.loads((BUNDLED / "config.json").read_text()) | {"max_position_embeddings": 32768}
-    (model / "config.json").write_text(json.dumps(config))
-    (model / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    model = write_files(tmp_path / "model", {"config.json": config, "chat_template.jinja": template}, BUNDLED.iterdir())
     monkeypatch.setattr(core, "find_checkpoint", lambda *args, **options: model)
     monkeypatch.setattr(sys, "argv", ["example.py"])
     monkeypatch.chdir(tmp_path)
@@ -319,5 +303,5 @@ def test_files_of_vllms_examples(tmp_path, monkeypatch, capfd):
     with capfd.disabled():
         print("", *(f"{'no: ' + reason if reason else 'runs':<70.70} {name}" for name, reason in reasons.items()),
               sep="\n")
-    readme = (BUNDLED.parents[1] / "README.md").read_text(encoding="utf-8")
+    readme = (BUNDLED.parent / "README.md").read_text(encoding="utf-8")
     assert {name for name in reasons if f"`{name}`" in readme} == runs

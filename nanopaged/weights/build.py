@@ -1,8 +1,21 @@
 """A model with its weights, in the memory of a device.
 
-Loading changes some families' tensors, and each change saves the decoder a branch. GPT-2 and Phi-3 store q, k and v
-as one matrix, Phi-3 gate and up as another: they are split. Gemma 3 stores a norm's weight minus 1, which is added.
-Granite divides the logits: here the last norm's weight is divided.
+A checkpoint's tensors become the decoder's parameters in three moves. Each saves the decoder a branch:
+
+    the checkpoint has                                     families              here it becomes
+    `unmerge`
+      one matrix of q, k and v, or of gate and up          GPT-2, Phi-3          its parts
+      one tensor of all experts' matrices                  Granite's mixtures    one matrix for each expert
+    `load_weights`
+      names of its own                                     all                   the decoder's (config.names)
+      q_proj, k_proj, v_proj; gate_proj, up_proj           all                   rows of qkv_proj; of gate_up_proj
+      matrices as [in, out]                                GPT-2                 [out, in]
+      the head, but no embedding that is the same matrix   some with tied ones   the embedding
+      masks and other buffers                              GPT-2                 nothing
+    `fold`
+      a norm's weight minus 1                              Gemma 3               the weight
+      a divisor of the logits, in config.json              Granite               a divisor of the last norm's weight
+      heads of which only the first numbers rotate         Phi-4-mini            heads with rows in another order
 
 **Partial rope** (Phi-4-mini): the first numbers of a head rotate, and a pair is number i of their first half and number
 i of their second half. The kernels pair the halves of the whole head. Here the rows of q and k change places, which
@@ -21,6 +34,7 @@ import torch
 from torch import Tensor
 
 from nanopaged import model
+from nanopaged.options import feature
 from nanopaged.rope import make_rope_table, rotary_dim
 
 
@@ -28,9 +42,9 @@ def build_model(config: model.ModelConfig, tensors: Iterable[tuple[str, Tensor]]
                 device: torch.device | str, num_positions: int, modules: model.Modules = model.PLAIN,
                 *part: Callable[[str, Tensor], Tensor]) -> model.Transformer:
     """A Transformer with a checkpoint's tensors, for texts of num_positions tokens. Each is copied by itself, so memory
-    holds the weights once. ValueError: too little memory, or the arguments of `model.load_weights` do not fit."""
+    holds the weights once. ValueError: too little memory, or what `load_weights` raises."""
     with torch.device("meta"):  # shapes without memory
-        built = model.Transformer(config, modules)
+        built = model.Transformer(config, modules_for(config, modules))
     types = {parameter: torch.float32 if name.endswith(".scale") else parameter.dtype if parameter.itemsize == 1
              else dtype for name, parameter in built.named_parameters()}
     size = sum(parameter.numel() * kind.itemsize for parameter, kind in types.items())
@@ -44,22 +58,81 @@ def build_model(config: model.ModelConfig, tensors: Iterable[tuple[str, Tensor]]
                     "smaller model or dtype", 0 if is_cuda else size):
         # Module.to_empty does the same, but imports sympy for it: a quarter of a second
         built._apply(lambda parameter: torch.empty(parameter.shape, dtype=types[parameter], device=device))
-        model.load_weights(built, unmerge(tensors, config), *part)
+        load_weights(built, unmerge(tensors, config), *part)
         for name, parameter in built.named_parameters():
             parameter.data = fold(name, parameter.data, config)
     return built.eval().requires_grad_(False)
 
 
+def modules_for(config: model.ModelConfig, modules: model.Modules = model.PLAIN) -> model.Modules:
+    """The modules; for a mixture of experts with its MLPs."""
+    if config.experts:
+        return feature("experts", "a mixture of experts").with_experts(modules)
+    return modules
+
+
 def unmerge(tensors: Iterable[tuple[str, Tensor]], config: model.ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """The tensors with their names, and the parts of config.merged in place of a merged one."""
+    """The tensors with their names, and the parts of config.merged in place of a merged one. A merged tensor of three
+    dimensions has the matrices of all experts."""
     for name, tensor in tensors:
-        module = name.split(".")[-2:][0]
+        module = next((module for module in config.merged if f".{module}." in f".{name}"), "")
         rows, dim = config.merged.get(module, {}), int(config.transposed and tensor.dim() == 2)
-        if rows and tensor.shape[dim:dim + 1] == (sum(rows.values()),):
+        if rows and tensor.dim() == 3:
+            whole = enumerate(tensor)
+            yield from unmerge(((name.replace(module, f"experts.{i}.{module}"), one) for i, one in whole), config)
+        elif rows and tensor.shape[dim:dim + 1] == (sum(rows.values()),):
             parts = tensor.split([*rows.values()], dim)
             yield from ((name.replace(module, part), one) for part, one in zip(rows, parts))
         else:
             yield name, tensor
+
+
+PREFIXES = r"((model|language_model|transformer|decoder)\.)*"  # of a checkpoint's names, before the decoder's own
+
+
+@torch.no_grad()
+def load_weights(transformer: model.Transformer, tensors: Iterable[tuple[str, Tensor]],
+                 part: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor) -> None:
+    """Copy a checkpoint's (name, tensor) pairs into the model, one at a time. part: what this model needs of a tensor;
+    all of it, unless several GPUs share the model. ValueError: a tensor is missing, or has another shape than
+    config.json implies."""
+    config = transformer.config
+    targets = {theirs: target for name, parameter in transformer.named_parameters()
+               for theirs, target in checkpoint_tensors(name, parameter, config).items()}
+    missing = set(targets)
+    embed = config.names.get("embed_tokens", "embed_tokens") + ".weight"
+    for name, tensor in tensors:
+        bare = re.sub(f"^{PREFIXES}", "", name)
+        if bare == "lm_head.weight" and config.tie_word_embeddings and embed in missing:
+            bare = embed  # one matrix, which safetensors' save_model stores as the head only
+        if bare not in targets:  # a buffer such as GPT-2's causal mask, or that matrix once more
+            continue
+        missing.discard(bare)
+        target = targets[bare]
+        if config.transposed and tensor.dim() == 2 and bare.startswith(config.names["layers"] + "."):
+            tensor = tensor.T
+        if not tensor.is_floating_point():
+            raise ValueError(f"tensor {name} has the type {tensor.dtype}; weights must be floating-point numbers")
+        tensor = part(bare, tensor)
+        if tensor.shape != target.shape:
+            raise ValueError(f"tensor {name} has shape {list(tensor.shape)}; config.json implies {list(target.shape)}")
+        target.copy_(tensor)
+    if missing:
+        raise ValueError(f"the checkpoint lacks {len(missing)} tensor(s) that config.json implies, "
+                         f"the first being {min(missing)!r}")
+
+
+def checkpoint_tensors(name: str, parameter: Tensor, config: model.ModelConfig) -> dict[str, Tensor]:
+    """The checkpoint's tensors that make up our parameter `name`: {tensor name: the rows that it fills}."""
+    *path, module, kind = name.split(".")
+    rows = {module: parameter}
+    if module == "qkv_proj":
+        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        rows = dict(zip(("q_proj", "k_proj", "v_proj"), parameter.split([q, kv, kv])))
+    elif module == "gate_up_proj" and config.gated_mlp:
+        rows = dict(zip(("gate_proj", "up_proj"), parameter.chunk(2)))
+    return {".".join(filter(None, (config.names.get(word, word) for word in (*path, part, kind)))): target
+            for part, target in rows.items()}
 
 
 @torch.no_grad()
@@ -86,7 +159,7 @@ def random_tensors(config: model.ModelConfig, dtype: torch.dtype, device: torch.
                    seed: int) -> Iterator[tuple[str, Tensor]]:
     """Random weights, as a checkpoint's tensors. They are the same on any number of GPUs."""
     with torch.device("meta"):
-        whole = model.Transformer(config)
+        whole = model.Transformer(config, modules_for(config))
     generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in whole.named_parameters():
         weight = torch.ones(parameter.shape, dtype=dtype, device=device)
@@ -98,7 +171,7 @@ def random_tensors(config: model.ModelConfig, dtype: torch.dtype, device: torch.
 def as_checkpoint(parameters: Iterable[tuple[str, Tensor]], config: model.ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """A Transformer's parameters as a checkpoint's tensors."""
     for name, parameter in parameters:
-        for theirs, rows in model.checkpoint_tensors(name, fold(name, parameter, config, back=True), config).items():
+        for theirs, rows in checkpoint_tensors(name, fold(name, parameter, config, back=True), config).items():
             is_transposed = config.transposed and rows.dim() == 2 and name.startswith("layers.")
             yield theirs, rows.T if is_transposed else rows
 

@@ -37,13 +37,16 @@ def read_model_config(hf: dict[str, Any]) -> model.ModelConfig:
     """The model.ModelConfig of a config.json. ValueError if the architecture or a setting is not supported."""
     architectures = hf.get("architectures") or ["none given"]
     architecture = architectures[0] if isinstance(architectures, list) else architectures
-    if architecture not in list(FAMILIES):  # a list, because the value from config.json may be unhashable
+    if architecture not in [*FAMILIES, *MIXTURES]:  # a list, because the value from config.json may be unhashable
         architecture, hf = text_model(architecture, hf)
+    read = FAMILIES.get(architecture)
+    if read is None:
+        read = vars(feature("experts", "a mixture of experts"))[MIXTURES[architecture]]
     fp8, quantized = None, hf.get("quantization_config")
     if quantized is not None:
         fp8 = feature("fp8", "a checkpoint with a quantization_config").read_form(quantized)
     try:
-        config = FAMILIES[architecture](hf)
+        config = read(hf)
         check_config(config)
     except KeyError as missing:
         raise ValueError(f"config.json of a {architecture} must have {missing}, which is missing here") from None
@@ -154,8 +157,7 @@ def windows(hf: dict[str, Any], is_sliding: Callable[[int], bool] = lambda i: Tr
 # The families
 # --------------------------------------------------------------------------------------------------
 
-ATTENTION = {name: f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")}
-NAMES = ATTENTION | {name: f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")}
+NAMES = {name: f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")}
 
 
 def llama(hf: dict[str, Any], can_be_partial: bool = False, **switches: Any) -> model.ModelConfig:
@@ -201,8 +203,8 @@ def gpt2(hf: dict[str, Any]) -> model.ModelConfig:
         transposed=True,
         names={"embed_tokens": "wte", "embed_positions": "wpe", "layers": "h", "norm": "ln_f",
                "input_layernorm": "ln_1", "q_proj": "attn.q_proj", "k_proj": "attn.k_proj", "v_proj": "attn.v_proj",
-               "o_proj": "attn.c_proj", "post_attention_layernorm": "ln_2", "gate_up_proj": "mlp.c_fc",
-               "down_proj": "mlp.c_proj"},
+               "o_proj": "attn.c_proj", "post_attention_layernorm": "ln_2", "gate_up_proj": "c_fc",
+               "down_proj": "c_proj"},
         merged={"c_attn": dict.fromkeys(("q_proj", "k_proj", "v_proj"), hf["n_embd"])})
 
 
@@ -215,9 +217,9 @@ def opt(hf: dict[str, Any]) -> model.ModelConfig:
         norm_eps=1e-5,
         activation=hf.get("activation_function", "relu"),
         position_offset=2,
-        names=ATTENTION | {"norm": "final_layer_norm", "input_layernorm": "self_attn_layer_norm",
-                           "o_proj": "self_attn.out_proj", "post_attention_layernorm": "final_layer_norm",
-                           "gate_up_proj": "fc1", "down_proj": "fc2"})
+        names=NAMES | {"norm": "final_layer_norm", "input_layernorm": "self_attn_layer_norm",
+                       "o_proj": "self_attn.out_proj", "post_attention_layernorm": "final_layer_norm",
+                       "mlp": "", "gate_up_proj": "fc1", "down_proj": "fc2"})
 
 
 def mistral(hf: dict[str, Any]) -> model.ModelConfig:
@@ -311,6 +313,9 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], model.ModelConfig]] = {
     "GraniteForCausalLM": granite, "SmolLM3ForCausalLM": smollm3, "Phi3ForCausalLM": phi3, "Olmo2ForCausalLM": olmo2,
     "Olmo3ForCausalLM": olmo3, "Gemma3ForCausalLM": gemma3,
 }
+# Mixtures of experts: an architecture, and its function in features/experts.py
+MIXTURES = {"MixtralForCausalLM": "mixtral", "Qwen3MoeForCausalLM": "qwen3_moe", "OlmoeForCausalLM": "olmoe",
+            "GraniteMoeForCausalLM": "granite_moe", "GraniteMoeSharedForCausalLM": "granite_moe"}
 # Architectures whose text model is one of these: the model_type inside, and the text model's architecture.
 MULTIMODAL = {"Mistral3ForConditionalGeneration": ("mistral", "MistralForCausalLM"),
               "Gemma3ForConditionalGeneration": ("gemma3_text", "Gemma3ForCausalLM")}
@@ -318,6 +323,8 @@ REFUSED = {  # a part of an architecture's name -> the reason
     "^Gemma4": "Gemma 4, with heads of two sizes and layers that share a cache",
     "^GraniteMoeHybrid": "Granite 4, with state-space layers",
     "Mamba|Jamba|Zamba|Bamba|Rwkv|FalconH1|NemotronH|RecurrentGemma": "a state-space model",
-    "Moe|MoE|Mixtral": "a mixture of experts",
+    "^GptOss": "gpt-oss, a mixture of experts with biases, sinks in attention and weights of 4 bits",
+    "^(Deepseek|Kimi|LongcatFlash|Glm4MoeLite)": "a mixture of experts with latent attention, as DeepSeek's",
+    "Moe|MoE|Mixtral": "a mixture of experts of another form",
     "(?<!LMHead)Model$|ForMaskedLM$|ForSequenceClassification$": "an embedding model or a classifier",
 }

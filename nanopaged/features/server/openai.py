@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
-from nanopaged.features.chat_template import load_chat_template
 from nanopaged.features.server.answers import CHAT, COMPLETIONS, ApiError, Call
 from nanopaged.features.server.responses import RESPONSES, ResponseCall, read_response
 from nanopaged.features.server.tools import FORMATS, THINK, THINKERS, Reader, find_parser, read_tools
 from nanopaged.inputs import as_list, check_choice, check_kind, check_number, refuse_unknown
+from nanopaged.options import feature
 from nanopaged.sampling_params import SamplingParams
 
 MOST_SAMPLES, MOST_SAMPLES_OF_A_PROMPT, MOST_LOGPROBS, MOST_STOPS = 4096, 128, 20, 16
@@ -241,6 +241,6 @@ def make_reader(llm: Any, model: str, *, served_model_name: str | None = None, c
         return llm.chat_prompt(messages, chat_template=chat_template, tools=tools, chat_template_kwargs=variables,
                                **more)
 
-    found = load_chat_template(llm.tokenizer_path, chat_template)
+    found = feature("chat_template", "a chat").load_chat_template(llm.tokenizer_path, chat_template)
     tool_parser = tool_call_parser or find_parser("".join(found.templates.values()) if found else "")
     return Serving(llm, served_model_name or model, render or render_it, model, tool_parser, reasoning_parser)

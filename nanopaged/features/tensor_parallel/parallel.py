@@ -22,7 +22,7 @@ follows adds them while it reads them. Two buffers, a and b, take turns: write a
 A rank that writes a again has passed b's barrier, and each rank joined that barrier only after it had read a.
 """
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -37,7 +37,7 @@ from nanopaged.device.rows import Rows
 from nanopaged.device.runner import Runner
 from nanopaged.device.sampler import SamplingNeeds
 from nanopaged.device.step_input import StepInput
-from nanopaged.device.transfer import on_its_device
+from nanopaged.device.transfer import ForwardPass, on_its_device
 from nanopaged.features.fused import FusedLayer, FusedLinear, SplitLinear, linear
 from nanopaged.features.tensor_parallel.peers import Peers, SharedBuffer
 from nanopaged.features.tensor_parallel.split import find_cuts, padded_part, split_config
@@ -137,7 +137,7 @@ class ParallelRunner(Runner):
         part = find_cuts(whole, config, rank, size, modules)
         built: Any = build_model(config, tensors, self.dtype, self.device, self.max_model_len, modules, part)
         for layer in built.layers:
-            layer.o_proj.buffer, layer.down_proj.buffer = self.sums
+            layer.o_proj.buffer, layer.mlp.down_proj.buffer = self.sums
         built.embed_tokens.buffer = self.sums[1]
         self.model = built
 
@@ -193,14 +193,14 @@ class Driver(ParallelRunner):
         with self.workers.explained():
             return super().launch(step)
 
-    def _compute(self, batch: StepInput, sampling_indices: list[int], more_rows: list[int],
-                 needs: SamplingNeeds) -> tuple[Callable[[], Tensor], Tensor]:
+    def _compute(self, batch: StepInput, sampling_places: list[int], more_tokens: list[int],
+                 needs: SamplingNeeds) -> ForwardPass:
         nobody: list[Any] = [None] * len(batch.seqs)
-        self.workers.send((self.moves, self.rows.sent, replace(batch, seqs=nobody), sampling_indices, more_rows,
+        self.workers.send((self.moves, self.rows.sent, replace(batch, seqs=nobody), sampling_places, more_tokens,
                            SamplingNeeds(is_late=needs.is_late)))
         self.peers.barriers_left = None
         try:
-            computed = super()._compute(batch, sampling_indices, more_rows, needs)
+            computed = super()._compute(batch, sampling_places, more_tokens, needs)
         except Exception as error:
             if not self.peers.catch_up():
                 sentence = f"rank 0 failed in the middle of a step ({error!r:.300}); make a new LLM"

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nanopaged import model
 from nanopaged.tiles import cdiv
+from nanopaged.weights.build import checkpoint_tensors
 
 SPLIT_DIMS = dict(embed_tokens=0, qkv_proj=0, o_proj=1, gate_up_proj=0, down_proj=1, lm_head=0)
 PART_ALIGNMENT = 64  # a part of the vocabulary, or of the MLP, is a multiple of it
@@ -24,6 +25,8 @@ def split_config(config: model.ModelConfig, size: int) -> model.ModelConfig:
     if config.all_heads_norm:
         raise ValueError(f"tensor_parallel_size {size} cannot split a model whose norms go over all heads of q and k "
                          "(OLMo 2 and 3); use data_parallel_size, or one GPU")
+    if config.experts:
+        raise ValueError(f"tensor_parallel_size {size} cannot split experts; use data_parallel_size, or one GPU")
 
     def fits(size: int) -> bool:
         return config.num_heads % size == 0 and 0 in (config.num_kv_heads % size, size % config.num_kv_heads)
@@ -49,8 +52,8 @@ def find_cuts(whole: model.ModelConfig, config: model.ModelConfig, rank: int, si
     cuts: dict[str, tuple[torch.Size, Callable[[Tensor], Tensor]]] = {}
     for (name, parameter), (_, own) in zip(*(one.named_parameters() for one in models)):
         module, kind = name.split(".")[-2:]
-        tensors = model.checkpoint_tensors(name, parameter, whole)
-        parts = model.checkpoint_tensors(name, own, config).values()
+        tensors = checkpoint_tensors(name, parameter, whole)
+        parts = checkpoint_tensors(name, own, config).values()
         for i, ((theirs, tensor), part) in enumerate(zip(tensors.items(), parts)):
             dim = SPLIT_DIMS.get(module, 2)
             cut: Callable[[Tensor], Tensor] = Tensor.detach  # all of it

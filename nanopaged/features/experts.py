@@ -1,0 +1,178 @@
+"""Mixtures of experts: an MLP that consists of many small ones, of which each token takes a few. (Shazeer et al. 2017)
+
+    scores = softmax(router(x))                                    a number for each expert
+    x = x + sum of score[i] * expert[i](x) over the experts i with the top_k largest scores
+
+In Qwen3-30B-A3B a layer has 128 experts, and a token takes 8: of 30B weights it is multiplied by 3B. A step reads the
+weights of all experts that any of its tokens takes. One token reads 8 of a layer, 8 tokens read about 52, and 64 tokens
+read 126 if they choose evenly. Decode therefore gains less from batching than in a dense model until all are read.
+
+`Experts` is the plain form, a loop. On a GPU `FusedExperts` computes the same in three launches of kernel.py: the
+choice, and two products, in which the tokens of an expert are the columns of a tile.
+
+    token                   a    b    c
+    its experts             2 0  2 0  1 2        the best first
+    tokens of the experts   0: a b   1: c   2: a b c
+    results                 2(a) 2(b) 1(c)       times the scores; the norm that follows adds the rows up, in this order
+                            0(a) 0(b) 2(c)
+
+Nothing waits for the host, and shapes follow from the number of tokens, so a step can be recorded. The order in which
+a result is added up depends neither on the other tokens nor on their number.
+"""
+from dataclasses import replace
+from functools import partial
+from typing import Any, Callable, Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanopaged import kernel, model, tiles
+from nanopaged.device.pool import FP8
+from nanopaged.features.fused import FusedMLP, SplitLinear, num_partial_products
+from nanopaged.inputs import between, check_number
+from nanopaged.weights import families
+
+
+class Experts(nn.Module):
+    """The MLP of a layer: [T, D] -> [T, D]. Each expert is an MLP, and all experts' matrices are in one tensor."""
+    router_class: Callable[..., model.Linear] = model.Linear
+
+    def __init__(self, dense: Callable[..., nn.Module], config: model.ModelConfig, index: int,
+                 modules: model.Modules) -> None:
+        """dense: the class of an expert"""
+        super().__init__()
+        self.settings, self.activation = config.experts, config.activation
+
+        def mlp(size: int) -> nn.Module:
+            return dense(replace(config, intermediate_size=size), index, modules)
+
+        self.router = self.router_class(config.hidden_size, self.settings["count"], bias=False)
+        self.experts: Any = nn.ModuleList(mlp(self.settings["size"]) for _ in range(self.settings["count"]))
+        self.shared = mlp(self.settings["shared_size"]) if self.settings["shared_size"] else None
+        self.whole: dict[str, Tensor] = {}  # "gate_up_proj.weight" -> that of all experts, [count, rows, columns]
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores, chosen = self.choose(x)
+        out = torch.zeros_like(x, dtype=torch.float32) if self.shared is None else self.shared(x).float()
+        for i, expert in enumerate(self.experts):
+            token, place = torch.where(chosen == i)
+            if len(token):
+                out[token] += scores[token, place, None] * expert(x[token])
+        return out.to(x.dtype)
+
+    def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The scores of each token's experts, and the experts: [T, top_k] each."""
+        scores, chosen = F.softmax(self.router(x).float(), dim=1).topk(self.settings["top_k"])
+        return scores / scores.sum(1, keepdim=True) if self.settings["normalized"] else scores, chosen
+
+    def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> "Experts":
+        """`build_model` gives parameters their memory with this method of modules. The experts' become views."""
+        for module in filter(None, (self.router, self.shared)):
+            module._apply(function)
+        for name, first in self.experts[0].named_parameters():
+            one, (module, kind) = function(first), name.split(".")
+            self.whole[name] = one.new_empty(len(self.experts), *one.shape)
+            for expert, part in zip(self.experts, self.whole[name]):
+                setattr(expert.get_submodule(module), kind, nn.Parameter(part))
+        return self
+
+
+class FusedExperts(Experts):
+    """Returns partial products [n, T, D], as fused.py's `Sum` has them: of each choice, and of the shared expert."""
+    router_class = SplitLinear
+
+    def forward(self, x: Tensor) -> Tensor:
+        e, whole = self.settings, self.whole
+        scales = [whole[name] for name in ("gate_up_proj.scale", "down_proj.scale") if name in whole]  # of FP8
+        out = kernel.mix_experts(x, self.router(x), whole["gate_up_proj.weight"], whole["down_proj.weight"], e["top_k"],
+                                 e["normalized"], self.activation, *scales)
+        return out if self.shared is None else torch.cat([out, self.shared(x).view(-1, *x.shape)])
+
+
+def with_experts(modules: model.Modules) -> model.Modules:
+    """The modules for a mixture of experts, made of those for a dense model."""
+    dense, mixture = modules.mlp, FusedExperts if modules.mlp is FusedMLP else Experts
+
+    def make_mlp(config: model.ModelConfig, index: int, modules: model.Modules) -> nn.Module:
+        make = dense if index in config.experts["dense_layers"] else partial(mixture, dense)
+        return make(config, index, modules)
+
+    return modules._replace(mlp=make_mlp)
+
+
+def kernel_forms(c: model.ModelConfig, dtype: torch.dtype, device: torch.device,
+                 fp8: bool = False) -> Iterator[Callable[[], Any]]:
+    """For warmup.py: what compiles the kernels. No expert has any tokens, so no weights are read."""
+    e, make = c.experts, partial(torch.empty, dtype=dtype, device=device)
+    for count in {1, num_partial_products(make(2, c.hidden_size), make(e["count"], c.hidden_size))}:
+        yield partial(kernel.route_experts, make(count, 0, e["count"]), e["top_k"], e["normalized"])
+    memory = tiles.shared_memory(device)
+    counts, pairs = make(e["count"], dtype=torch.int32).zero_(), make(0, dtype=torch.int32)
+    weight, scale = make(0, dtype=FP8 if fp8 else dtype), (make(0, dtype=torch.float32),) * fp8
+    for size, act, out in ((c.hidden_size, c.activation, e["size"]), (e["size"], "", c.hidden_size)):
+        forms = {tuple(kernel.experts_form(n, e["top_k"], e["count"], act != "", weight.dtype, memory).items()): n
+                 for n in (2**i for i in reversed(range(20)))}  # the fewest tokens of each form
+        for n in forms.values():
+            routed = make(e["top_k"], n, dtype=torch.float32), counts, pairs
+            yield partial(kernel.experts_product, make(0, size), weight, *routed, make(0, out), act, *scale)
+    norm = make(c.hidden_size, dtype=torch.float32 if c.float32_norms else dtype)
+    for num_rows in (1, kernel.MOST_FEW_ROWS + 1):
+        parts = make(e["top_k"] + bool(e["shared_size"]), num_rows, c.hidden_size)
+        yield partial(kernel.add_and_norm, parts, parts[0], norm, None, c.norm_eps)
+
+
+# --------------------------------------------------------------------------------------------------
+# The families
+# --------------------------------------------------------------------------------------------------
+
+def mixture(hf: dict[str, Any], count: str, size: str, normalized: bool, dense_layers: Sequence[int] = (),
+            shared_size: int = 0) -> dict[str, Any]:
+    """ModelConfig.experts: how many there are, of how many a token takes the results (top_k), the intermediate size of
+    each, whether a token's scores are made to add up to 1, the layers whose MLP is dense, and the intermediate size of
+    an expert that every token has (0: none). count, size: keys of config.json"""
+    for key, most in ((count, 4096), (size, families.MOST["intermediate_size"]), ("num_experts_per_tok", hf[count])):
+        check_number(f"config.json: {key}", hf[key], *between(int, 1, most))
+    return dict(count=hf[count], top_k=hf["num_experts_per_tok"], size=hf[size], normalized=bool(normalized),
+                dense_layers=dense_layers,
+                shared_size=shared_size and families.check_size("intermediate_size", shared_size))
+
+
+def mixtral(hf: dict[str, Any]) -> model.ModelConfig:
+    hf = {"sliding_window": None, "rope_theta": 1e6} | hf
+    config = families.mistral(hf)
+    config.names = families.NAMES | {"mlp": "block_sparse_moe", "router": "gate", "gate_proj": "w1", "up_proj": "w3",
+                            "down_proj": "w2"}
+    config.experts = mixture(hf, "num_local_experts", "intermediate_size", True)
+    return config
+
+
+def qwen3_moe(hf: dict[str, Any]) -> model.ModelConfig:
+    step, dense = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
+    layers = range(families.check_size("num_layers", hf["num_hidden_layers"]))
+    experts = mixture(hf, "num_experts", "moe_intermediate_size", hf.get("norm_topk_prob", False),
+                      [i for i in layers if i in dense or (i + 1) % step])
+    windows = families.windows({"use_sliding_window": False} | hf)
+    return families.llama(hf, qk_norm=True, mlp_bias=False, sliding_windows=windows,
+                          names=families.NAMES | {"router": "gate"}, experts=experts)
+
+
+def olmoe(hf: dict[str, Any]) -> model.ModelConfig:
+    families.require("OLMoE", hf, dict(clip_qkv=None))
+    experts = mixture(hf, "num_experts", "intermediate_size", hf.get("norm_topk_prob", False))
+    return families.llama({"rms_norm_eps": 1e-5} | hf, all_heads_norm=True, mlp_bias=False,
+                          names=families.NAMES | {"router": "gate"}, experts=experts)
+
+
+def granite_moe(hf: dict[str, Any]) -> model.ModelConfig:
+    """Its softmax goes over the chosen experts only: the same numbers as of one over all, divided by their sum. The
+    matrices of all experts are stored as one tensor."""
+    config, size, shared_size = families.granite(hf), hf["intermediate_size"], hf.get("shared_intermediate_size", 0)
+    config.names = families.NAMES | {"mlp": "block_sparse_moe", "router": "router.layer"}
+    config.experts = mixture(hf, "num_local_experts", "intermediate_size", True, shared_size=shared_size)
+    shared = "block_sparse_moe.shared."
+    config.merged = {
+        "shared_mlp.input_linear": {f"{shared}gate_proj": shared_size, f"{shared}up_proj": shared_size},
+        "shared_mlp.output_linear": {f"{shared}down_proj": config.hidden_size},
+        "input_linear": dict(gate_proj=size, up_proj=size), "output_linear": dict(down_proj=config.hidden_size)}
+    return config
