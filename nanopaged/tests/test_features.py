@@ -164,7 +164,7 @@ KNOWN = dict(
     windows_and_swapping=("swap|host_(table|block)|window", "swapping", 20),
     edits=("^edit|repetition|frequency_|presence_|logit_bias|bad_words|logits_processor", "edits", 15),
     trace=("(^|_)traced?$", "trace|frames|page", 8), server=("^serv(e|er|ing|ed)(_|$)", "server|ray_.*", 8),
-    router=("pools|data_parallel|^routers?$", "router|experts", 12))
+    router=("pools|data_parallel|^routers?$", "router|experts|ray_data", 12))
 # What is neither a feature's nor the engine's: the table of options, settings and output formats. The trace shows what
 # all features do, and attention and the model's settings have sliding windows of their own.
 FORMATS = {"options.py", "sampling_params.py", "outputs.py", "trace.py", "frames.py", "page.py"}

@@ -1,7 +1,8 @@
 """Ray Data and Ray Serve in a cluster on this machine: every line once and no stream lost, whatever ends or is killed.
-The commands are those of the README."""
+The commands are those of the reference."""
 import json
 import os
+import re
 import secrets
 import shlex
 import signal
@@ -14,7 +15,7 @@ import pytest
 
 from nanopaged.tests.helpers import ROOT
 from nanopaged.tests.test_cli import run as run_cli
-from nanopaged.tests.test_readme import COMMANDS
+from nanopaged.tests.test_readme import REFERENCE
 from nanopaged.tests.test_server import wait_until
 
 ray = pytest.importorskip("ray", reason="Ray is optional; .ci/run installs it for its last part")
@@ -42,9 +43,9 @@ def cluster(tmp_path_factory):
 
 
 def words(part: str, **more: str) -> tuple[list[str], dict[str, str]]:
-    """Those of the README's command that has this part, after it: the first ones, and NAME=VALUE with `more`."""
-    [command] = [command for command in COMMANDS if part in command]
-    found = shlex.split(command.split(part)[1])
+    """Those of the reference's command that has this part, after it: the first ones, and NAME=VALUE with `more`."""
+    [command] = re.findall(rf"^    .*{part}(.*)$", REFERENCE, re.M)
+    found = shlex.split(command)
     return ([word for word in found if "=" not in word],
             dict(word.split("=", 1) for word in found if "=" in word) | SMALL | more)
 
