@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 import threading
 from contextlib import nullcontext
 from unittest.mock import Mock
@@ -17,7 +16,7 @@ import torch
 import kernel
 from nanopaged.api import assemble
 from nanopaged.device import trial
-from nanopaged.features import fused, graphs
+from nanopaged.features import fp8, fused, graphs
 from nanopaged.features.grammar import Masks
 from nanopaged.features.tensor_parallel import parallel, workers
 from nanopaged.tests.pretended import plain_kernels
@@ -28,16 +27,9 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([__name__])
 
 
-def run_out_of_memory(rows=20):
-    """In the middle of a forward pass of more rows."""
-    forward = parallel.RowParallelLinear.forward
-
-    def small_card(self, x):
-        if len(x) > rows:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return forward(self, x)
-
-    parallel.RowParallelLinear.forward = small_card
+def run_out_of_memory():
+    """In the middle of a forward pass."""
+    parallel.RowParallelLinear.forward = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
 
 
 def refuse_steps():
@@ -52,18 +44,13 @@ def have_fewer_blocks():
     trial.choose_num_blocks = lambda runner, share: 17
 
 
-def lack_memory():
-    trial.choose_num_blocks = Mock(side_effect=ValueError("no memory is left for the KV pool"))
-
-
 def pretended():
     """Graphs and the small kernels on a CPU: (object, name, what to put there)."""
     return [*((kind, "_static_step", pretend_to_record(kind._static_step)) for kind in (graphs.GraphRunner, Masks)),
             *plain_kernels(), (torch.cuda, "CUDAGraph", PretendedGraph), (torch.cuda, "stream", nullcontext),
             (graphs, "TOKEN_SIZES", [4, 16, 32]), (graphs, "DECODE_SIZES", [1, 2, 4]), (fused, "MAX_SPLIT_ROWS", 8),
             (fused, "SPLIT_ALIGNMENT", 8), (parallel, "LOGITS_ROWS", 2),
-            *((module, "pick_runner", lambda *_: (graphs.GraphRunner, kernel.TORCH, fused.MODULES))
-              for module in (assemble, workers))]
+            (assemble, "pick_runner", lambda *_: (graphs.GraphRunner, kernel.TORCH, fused.MODULES))]
 
 
 def pretend_graphs():
@@ -72,21 +59,21 @@ def pretend_graphs():
 
 
 def pretend_kernels():
-    for patch in plain_kernels():
+    for patch in [*plain_kernels(), (fp8, "has_fp8_products", lambda device: True)]:
         setattr(*patch)
 
 
 class ForkedWorker:
-    """The part of subprocess.Popen that workers.py uses."""
+    """The part of subprocess.Popen that workers.py uses, and the guard as it is."""
 
-    def __init__(self, *_, **__):
-        (messages, to_worker), (from_worker, answers) = CONTEXT.Pipe(duplex=False), CONTEXT.Pipe(duplex=False)
-        self.process = CONTEXT.Process(target=work, args=[messages, answers, FAULT], daemon=True)
+    def __new__(cls, command, **options):
+        return subprocess.Popen(command, **options) if command[0] == "sh" else super().__new__(cls)
+
+    def __init__(self, command, stdin, process_group, **_):
+        rank = int(command[-1].rpartition("(")[2][:-1])
+        self.process = CONTEXT.Process(target=work, args=[stdin, process_group, rank, FAULT], daemon=True)
         self.process.start()
         self.pid, self.kill, self.lock = self.process.pid, self.process.kill, threading.Lock()
-        self.stdin, self.stdout = open(os.dup(to_worker.fileno()), "wb"), open(os.dup(from_worker.fileno()), "rb")
-        for end in (messages, to_worker, from_worker, answers):
-            end.close()
 
     def poll(self):
         with self.lock:  # a process ends for one of several threads that look at once
@@ -101,12 +88,10 @@ class ForkedWorker:
         return self.returncode
 
 
-def work(messages, answers, fault):
-    """The process of a worker, with these ends of pipes as its stdin and stdout."""
-    os.setsid()
-    os.dup2(messages.fileno(), 0), os.dup2(answers.fileno(), 1)
-    messages.close(), answers.close()
-    sys.stdin = open(0)
+def work(link, process_group, rank, fault):
+    """The process of a worker, with its end of a socket as stdin."""
+    os.setpgid(0, process_group)
+    os.dup2(link.detach(), 0)
     if fault:
         globals()[fault]()
-    workers.main()
+    workers.main(rank)
