@@ -106,10 +106,6 @@ class Runner:
 
     # ---- for features/tensor_parallel and graphs.py, which have more to do here
 
-    def starting(self) -> ContextManager:
-        """Around `trial.allocate_pool`."""
-        return nullcontext()
-
     def agree(self, numbers: list[float], largest: bool) -> list[float]:
         """The largest or smallest of each number over all GPUs that share the model."""
         return numbers

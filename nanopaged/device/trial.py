@@ -26,7 +26,7 @@ CALIBRATION_TOKENS = 512
 @torch.inference_mode()
 def allocate_pool(runner: Runner, num_blocks: int | None, gpu_memory_utilization: float) -> int:
     """Make the runner's pool and return its number of blocks. ValueError if the memory does not suffice."""
-    with as_current(runner.device), runner.starting():
+    with as_current(runner.device):
         while runner.compiling:
             runner.compiling.pop().result()
         if not num_blocks:
