@@ -28,20 +28,20 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: T
     if sliding_window not in shared:
         shared[sliding_window] = list(_rectangles(block_tables, seq_lens, query_start_loc, k_cache.shape[1], group,
                                                   sliding_window, q.dtype))
-    for rows, slots, mask in shared[sliding_window]:
-        out[rows] = _attend(q[rows], k_cache, v_cache, slots, mask, scale * k_scale)
+    for tokens, slots, mask in shared[sliding_window]:
+        out[tokens] = _attend(q[tokens], k_cache, v_cache, slots, mask, scale * k_scale)
     return out if v_scale == 1 else out.mul_(v_scale)
 
 
 def _rectangles(block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor, block_size: int, group: int,
                 sliding_window: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yields of each rectangle its rows of q [n, query_len], the slots to read [n, num_keys], where num_keys is the
-    longest seq_len, and the mask to add to the scores [n, 1, group * query_len, num_keys]."""
+    """Yields of each rectangle its tokens, indices into q [n, query_len], the slots to read [n, num_keys], where
+    num_keys is the longest seq_len, and the mask to add to the scores [n, 1, group * query_len, num_keys]."""
     query_lens = query_start_loc.diff()
     for query_len in query_lens[query_lens > 0].unique().tolist():  # 0 is padding
         members = (query_lens == query_len).nonzero()[:, 0]  # [n]
         query = torch.arange(query_len, device=members.device)
-        rows = query_start_loc[members, None] + query
+        tokens = query_start_loc[members, None] + query
         lens = seq_lens[members, None].long()  # [n, 1]
         key_position = torch.arange(int(lens.max()), device=members.device)  # [num_keys]
         query_position = (lens - query_len + query)[:, :, None]  # [n, query_len, 1]
@@ -54,7 +54,7 @@ def _rectangles(block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
         block = block_tables[members].gather(1, position // block_size).long()
         slots = block * block_size + position % block_size
         mask = torch.zeros(visible.shape, dtype=dtype, device=members.device).masked_fill_(~visible, -math.inf)
-        yield rows, slots, mask[:, None].repeat(1, 1, group, 1)  # every head of a group has the same mask
+        yield tokens, slots, mask[:, None].repeat(1, 1, group, 1)  # every head of a group has the same mask
 
 
 def _attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -62,7 +62,7 @@ def _attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, mask: Te
     (n, query_len, num_heads, head_dim), num_kv_heads = q.shape, k_cache.shape[2]
     k = _read_slots(k_cache, slots, q.dtype)  # [n, num_kv_heads, num_keys, head_dim]
     v = _read_slots(v_cache, slots, q.dtype)
-    # The query heads of a kv head become further query rows of that head, so K and V are not repeated.
+    # The query heads of a kv head become further queries of that head, so K and V are not repeated.
     q = q.view(n, query_len, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4).reshape(n, num_kv_heads, -1, head_dim)
     o = F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
     return o.view(n, num_kv_heads, -1, query_len, head_dim).permute(0, 3, 1, 2, 4).reshape(n, -1, num_heads, head_dim)
