@@ -63,6 +63,18 @@ def pretend_kernels():
         setattr(*patch)
 
 
+def on_one_gpu():
+    """Two ranks on one GPU, which computes for their processes in turns: (object, name, what to put there)."""
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    return [*((where, "pick_devices", lambda *_: [torch.device("cuda", 0)] * 2) for where in (assemble, workers)),
+            (torch.cuda, "can_device_access_peer", lambda *_: True)]
+
+
+def share_gpu():
+    for patch in on_one_gpu():
+        setattr(*patch)
+
+
 class ForkedWorker:
     """The part of subprocess.Popen that workers.py uses, and the guard as it is."""
 

@@ -1,7 +1,6 @@
-"""One model on several GPUs (tensor parallelism). On CPUs each rank is a process, and sums are messages.
-
-Most workers are forked (forked.py). What rank 0 leaves behind is tested with workers as users have them.
-"""
+"""One model on several GPUs (tensor parallelism). On CPUs each rank is a process, and sums are messages. Most workers
+are forked (forked.py). What rank 0 leaves behind is tested with workers as users have them."""
+import gc
 import os
 import re
 import signal
@@ -10,6 +9,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from datetime import timedelta
@@ -29,29 +29,20 @@ from nanopaged.features.tensor_parallel.peers import ExchangeStore, GpuPeers, Nc
 from nanopaged.features.tensor_parallel.split import find_cuts
 from nanopaged.outputs import EngineDeadError
 from nanopaged.tests import forked, helpers
-from nanopaged.tests.helpers import (
-    GOLDEN,
-    GREEDY,
-    MIXTURES,
-    PROMPT,
-    assert_golden,
-    complaint,
-    load,
-    shared,
-    texts,
-    tokens_of,
-)
+from nanopaged.tests.helpers import GOLDEN, GREEDY, PROMPT, assert_golden, complaint, load, shared, texts, tokens_of
 from nanopaged.weights.checkpoint import read_config, read_tensors
 from nanopaged.weights.families import read_model_config
 
-VARIANTS = sorted({path.parent.name for path in GOLDEN.glob("*/config.json")} - {"olmo2", "olmo3", *MIXTURES})
+needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @pytest.fixture(autouse=True)
 def forked_workers(monkeypatch, request):
-    if "gpu" not in request.node.name:
-        monkeypatch.setattr(workers, "Popen", forked.ForkedWorker)
-    monkeypatch.setattr(forked, "FAULT", "")
+    monkeypatch.setattr(workers, "Popen", forked.ForkedWorker)
+    is_alone = "gpu" in request.node.name and torch.cuda.device_count() == 1
+    monkeypatch.setattr(forked, "FAULT", "share_gpu" if is_alone else "")
+    for patch in forked.on_one_gpu() if is_alone else ():
+        monkeypatch.setattr(*patch)
 
 
 def split(model="qwen3", size=2, **options):
@@ -77,9 +68,8 @@ def assert_as_on_one_device(llm, prompts, params, model="qwen3"):
     assert ours == theirs
 
 
-# ---- The same tokens as on one device
-
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", sorted({path.parent.name for path in GOLDEN.glob("*/config.json")}
+                                           - {"olmo2", "olmo3", *helpers.MIXTURES}))
 def test_two_ranks_compute_what_transformers_computes(variant):
     assert_golden(split(variant), variant)
 
@@ -87,7 +77,10 @@ def test_two_ranks_compute_what_transformers_computes(variant):
 @pytest.mark.parametrize("options", [
     dict(num_blocks=14, swap_space=0.01, lookahead=1), dict(max_num_batched_tokens=5),
     dict(lookahead=1, enable_prefix_caching=False), dict(size=4), dict(model="mistral", num_blocks=14),
-    dict(kv_cache_dtype="fp8")], ids=str)
+    dict(kv_cache_dtype="fp8"), *(
+        pytest.param(dict(device="cuda", block_size=16) | more, marks=needs_a_gpu, id=f"gpu {more}")
+        for more in (dict(), dict(num_blocks=5, swap_space=0.01), dict(num_blocks=5, graphs=True),
+                     dict(max_num_batched_tokens=20, graphs=True)))], ids=str)
 def test_mixed_requests_generate_what_they_generate_on_one_device(options):
     """Chunks, prefix cache, n, penalties, log probabilities of both kinds, beams, preemptions of both kinds, a
     window, an fp8 cache. With four ranks each kv head is on two."""
@@ -142,17 +135,10 @@ def test_recorded_steps_and_products_that_norms_add_up(monkeypatch, variant):
     assert llm.engine.lookahead == 1 and len({call.args for call in llm.runner._run.mock_calls}) > 3
 
 
-# ---- Weights and memory
-
-def test_a_rank_has_its_part():
-    own, whole = (llm.runner for llm in (split("llama2"), shared("llama2")))
-    assert [2 * size for size in own.pool.block_shape[1:2]] == [*whole.pool.block_shape[1:2]]
-    ours, theirs = (one.model.layers[0] for one in (own, whole))
-    assert 2 * ours.qkv_proj.weight.numel() == theirs.qkv_proj.weight.numel()
-    assert torch.equal(ours.o_proj.weight, theirs.o_proj.weight[:, :ours.o_proj.weight.shape[1]])
-
-
-def test_a_part_of_a_tensor_is_a_view_of_the_file():
+def test_a_rank_has_its_part_and_a_part_of_a_tensor_is_a_view_of_the_file():
+    ours, theirs = (llm.runner for llm in (split("llama2"), shared("llama2")))
+    assert 2 * ours.pool.block_shape[1] == theirs.pool.block_shape[1]
+    assert 2 * ours.model.layers[0].qkv_proj.weight.numel() == theirs.model.layers[0].qkv_proj.weight.numel()
     own_part = find_cuts(read_model_config(read_config(GOLDEN / "qwen2-window")), rank=0, size=2)
     for name, tensor in read_tensors(GOLDEN / "qwen2-window"):
         part = own_part(name.removeprefix("model."), tensor)
@@ -202,10 +188,13 @@ def end(llm):
     ("refuse_steps", "failed (KeyError('oops'))"), ("be_killed", "was ended by signal 9"),
     ("run_out_of_memory", "failed (OutOfMemoryError('CUDA out of memory'))")])
 def test_a_worker_that_fails_ends_the_engine_with_its_name(monkeypatch, fault, reason):
-    """Afterwards a new engine works."""
+    """The memory is free afterwards, and a new engine works."""
     monkeypatch.setattr(forked, "FAULT", fault)
     dead = split("llama2")
     assert end(dead) == f"worker 1 (its pid) {reason}; make a new LLM"
+    dead = weakref.ref(dead.runner)
+    gc.collect()
+    assert dead() is None
     monkeypatch.setattr(forked, "FAULT", "")
     assert_golden(split("llama2"), "llama2", num_tokens=3)
 
@@ -224,14 +213,10 @@ def test_a_step_that_fails_on_rank_0_ends_the_engine_unless_all_ranks_are_done_w
 def test_workers_that_are_killed_between_two_steps_or_hang_end_the_engine_with_their_name(monkeypatch):
     for number, reason in ((signal.SIGKILL, "was ended by signal 9"), (signal.SIGSTOP, "has not answered for 2 s")):
         llm = split(size=4)
-        llm.add_request(PROMPT, SamplingParams(max_tokens=20))
         monkeypatch.setattr(workers, "ANSWER_SECONDS", 2)
-        llm.step(), llm.step()
-        os.kill(pids_of(llm)[1], number)
-        with pytest.raises(EngineDeadError, match=rf"^worker 2 \(process {pids_of(llm)[1]}\) {reason}"):
-            llm.step()
-        llm.abort_request(*llm.requests)
-        assert "worker 2" in end(llm)
+        llm.generate(PROMPT, SamplingParams(max_tokens=2))
+        os.kill(pid := pids_of(llm)[1], number)
+        assert end(llm).startswith(f"worker 2 (process {pid}) {reason}")
 
 
 def test_a_worker_that_stops_in_the_middle_of_a_large_message_ends_the_engine_with_its_name(monkeypatch):
@@ -256,45 +241,42 @@ def test_a_rank_0_that_was_stopped_goes_on(monkeypatch):
 
 
 @pytest.mark.filterwarnings("error")  # an exception while it is freed is only a warning
-@pytest.mark.parametrize("is_guarded", [True, False])
-def test_an_engine_that_is_dropped_leaves_no_process(is_guarded):
-    llm = split()
-    pids, guard = pids_of(llm), llm.runner.workers.guard
-    llm.generate(PROMPT, GREEDY)
-    if not is_guarded:
-        guard.kill(), guard.wait()
-    del llm
-    assert_gone(*pids)
+def test_an_engine_that_is_dropped_leaves_no_process():
+    for is_guarded in (True, False):
+        llm = split()
+        pids, guard = pids_of(llm), llm.runner.workers.guard
+        llm.generate(PROMPT, GREEDY)
+        if not is_guarded:
+            guard.kill(), guard.wait()
+        del llm
+        assert_gone(*pids)
 
 
 SCRIPT = """
-import signal
+import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background inherits that Ctrl-C is ignored
 from nanopaged import LLM, SamplingParams
-llm = LLM({path!r}, tensor_parallel_size=2, device="cpu", dtype="float32", num_blocks=100)
+llm = LLM(sys.argv[1], tensor_parallel_size=2, device="cpu", dtype="float32", num_blocks=100)
 params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 print(llm.runner.workers.processes[1].pid, llm.generate([5, 6, 7], params)[0].outputs[0].token_ids, flush=True)
-for turn in range(2):
+while True:
     try:
-        while True:
-            llm.generate([5, 6, 7], params)
-            print("going on", flush=True)
+        print(llm.generate([5, 6, 7], params)[0].outputs[0].token_ids, flush=True)
     except KeyboardInterrupt:
-        print("interrupted", llm.generate([5, 6, 7], params)[0].outputs[0].token_ids, flush=True)
+        print("interrupted", flush=True)
 """
 
 
 def test_processes_of_a_users_script(tmp_path):
     """A script without `if __name__ == "__main__"` is not run again. Ctrl-C reaches rank 0 alone, which goes on. A
     worker ends when the script is killed, also one that is stopped."""
-    (tmp_path / "script.py").write_text(SCRIPT.format(path=str(GOLDEN / "llama2")))
-    script = subprocess.Popen([sys.executable, "script.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True,
-                              env=os.environ | dict(PYTHONPATH=str(helpers.ROOT)), start_new_session=True)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    script = subprocess.Popen([sys.executable, "script.py", GOLDEN / "llama2"], stdout=subprocess.PIPE, text=True,
+                              cwd=tmp_path, env=os.environ | dict(PYTHONPATH=str(helpers.ROOT)), start_new_session=True)
     pid, tokens = script.stdout.readline().split(" ", 1)
-    assert "going on" in script.stdout.readline()
+    assert script.stdout.readline() == tokens
     os.killpg(script.pid, signal.SIGINT)
-    assert next(line for line in script.stdout if "going on" not in line) == f"interrupted {tokens}"
-    assert "going on" in script.stdout.readline()
+    assert [next(line for line in script.stdout if line != tokens), next(script.stdout)] == ["interrupted\n", tokens]
     os.kill(int(pid), signal.SIGSTOP)
     script.kill(), script.wait()
     assert_gone(pid)
@@ -303,7 +285,6 @@ def test_processes_of_a_users_script(tmp_path):
 # ---- Parts that only GPUs use
 
 def meet(run):
-    """Call run(rank, exchange) for two ranks, each in a thread of its own."""
     barrier, given = threading.Barrier(2, timeout=20), [None] * 2
 
     def exchange(rank, value):
@@ -334,8 +315,7 @@ def test_symmetric_memory_exchanges_by_numbers_that_differ():
     meet(run)
 
 
-def test_the_group_of_symmetric_memory_and_its_barriers_with_the_dead(monkeypatch):
-    """torch finds the group by its name. Each copy is a peer's part of a barrier."""
+def test_symmetric_memory_finds_its_group_and_barriers_with_the_dead_end(monkeypatch):
     for name in ("Stream", "stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: nullcontext())
     other, peers = (GpuPeers(1, 3, torch.device("cpu"), None) for _ in range(2))
@@ -364,25 +344,12 @@ def test_nccl_connects_by_a_file_without_a_name_and_ends_once(monkeypatch, tmp_p
     assert meet(run) == [(1, 1)] * 2 and not list(tmp_path.iterdir())
 
 
-# ---- On two GPUs
+# ---- On two GPUs, or on one for both ranks
 
-needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-
-
-def on_gpus(model, **options):
-    return load(model, **dict(tensor_parallel_size=2, num_blocks=200) | options)
+on_gpus = partial(split, device="cuda", block_size=16)
 
 
-@needs_two_gpus
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
-def test_gpu_outputs_of_golden_models(graphs):
-    for variant in ("qwen3", "gpt2") if graphs else ("qwen3", "gpt2", "mistral", "llama-linear-bias"):
-        llm = on_gpus(variant, graphs=graphs)
-        for _ in range(2):  # the second time from the prefix cache
-            assert_golden(llm, variant)
-
-
-@needs_two_gpus
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_gpu_outputs_over_nccl_where_the_cards_cannot_read_each_other(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "import torch\ntorch.cuda.can_device_access_peer = lambda *pair: False\n")  # in the worker, too
@@ -400,18 +367,20 @@ def test_gpu_outputs_over_nccl_where_the_cards_cannot_read_each_other(tmp_path):
     assert printed.splitlines() == [f"NcclPeers {expected}"] * 2
 
 
-@needs_two_gpus
-def test_gpu_mixed_requests_and_the_bundled_model():
-    expected, _ = texts(load("qwen3", block_size=16, num_blocks=50))
-    for options in (dict(), dict(num_blocks=5, swap_space=0.01), dict(max_num_batched_tokens=20, graphs=True),
-                    dict(num_blocks=5, graphs=True)):
-        assert texts(on_gpus("qwen3", **dict(num_blocks=50) | options))[0] == expected, options
+@needs_a_gpu
+@pytest.mark.parametrize("variant, graphs", [("qwen3", True), ("gpt2", True), ("mistral", False), ("gpt2", False)])
+def test_gpu_golden_models(variant, graphs):
+    assert_golden(on_gpus(variant, graphs=graphs), variant, times=2)
+
+
+@needs_a_gpu
+def test_gpu_bundled_model():
     for options in (dict(kv_cache_dtype="fp8"), dict(dtype="bfloat16", num_blocks=None, gpu_memory_utilization=0.2)):
         outputs = on_gpus("shakespeare", graphs=True, **options).generate(["ROMEO:", "JULIET:"] * 20)
         assert all(output.outputs[0].finish_reason in ("length", "stop") for output in outputs)
 
 
-@needs_two_gpus
+@needs_a_gpu
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 def test_gpu_worker_that_is_killed_or_hangs_and_a_new_engine_afterwards(monkeypatch, graphs):
     monkeypatch.setattr(workers, "ANSWER_SECONDS", 5)

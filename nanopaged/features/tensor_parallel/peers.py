@@ -120,8 +120,7 @@ class NcclPeers(Peers):
     can_record = False  # NCCL would not end before the graphs
 
     def connect(self) -> None:
-        # A thread of torch would look into the store's file every second whether a rank asks for a dump. It would wait
-        # for the file when that is gone, and the group could not end before the thread.
+        # Else a thread of torch reads the store every second, waits for its file when that is gone, and ends too late.
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
         nccl: Any = dist.ProcessGroupNCCL
         options = nccl.Options()
@@ -157,8 +156,7 @@ class SharedBuffer:
     def __init__(self, peers: Peers, count: int, dtype: torch.dtype):
         self.peers, self.buffers = peers, peers.allocate(count, dtype)
 
-    def own(self, *shape: int) -> Tensor:
-        """This rank's buffer, to write."""
+    def own(self, *shape: int) -> Tensor:  # to write
         return self.buffers[self.peers.rank][:math.prod(shape)].view(shape)
 
     def all(self, *shape: int) -> list[Tensor]:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from nanopaged.api.assemble import make_runners
+from nanopaged.device.choices import pick_devices
 from nanopaged.features.swapping import swap
 from nanopaged.features.tensor_parallel.parallel import Driver, Follower, on_top_of
 from nanopaged.features.tensor_parallel.peers import Peers, join_peers
@@ -57,26 +58,32 @@ class Workers:
         self._tell(given)
 
     def _tell(self, message: Any) -> None:
-        for one in self.sockets.values():
-            with suppress(OSError):  # one that reads nothing will say nothing
+        for rank, one in self.sockets.items():
+            try:
                 one.sendall(pickle.dumps(message))
+            except TimeoutError:
+                self._end(rank, f"has not answered for {one.gettimeout():g} seconds")
+            except OSError:
+                pass  # it has died, and `_read` tells why
 
     def _read(self, rank: int) -> Any:
         """The worker's next message. If it has died, raises why."""
-        process, reason = self.processes[rank], ""
         try:
             message = pickle.load(self.files[rank])
         except TimeoutError:
-            reason = f"has not answered for {self.sockets[rank].gettimeout():g} seconds"
+            self._end(rank, f"has not answered for {self.sockets[rank].gettimeout():g} seconds")
         except (EOFError, OSError, pickle.UnpicklingError):
-            code = process.wait()  # its socket was closed a little earlier
-            reason = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        if reason:
-            message = EngineDeadError(f"worker {rank} (process {process.pid}) {reason}; make a new LLM")
+            code = self.processes[rank].wait()  # its socket was closed a little earlier
+            self._end(rank, f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}")
         if isinstance(message, Exception):
             self._fail(rank, message)
             self.check()
         return message
+
+    def _end(self, rank: int, reason: str) -> None:
+        pid = self.processes[rank].pid
+        self._fail(rank, EngineDeadError(f"worker {rank} (process {pid}) {reason}; make a new LLM"))
+        self.check()
 
     def hear(self) -> None:
         """Wait until all workers are ready, or have launched the last step."""
@@ -114,7 +121,7 @@ class Workers:
             rank, error = [*self.errors.items()][0]
             if error:
                 self.close()
-                raise error.with_traceback(None) from None
+                raise type(error)(*error.args) from None  # a copy: a traceback would keep the engine in memory
             self._read(rank)
 
     def give_up(self, error: Exception) -> None:
@@ -173,34 +180,28 @@ def make_driver(base: Any, path: Path, config: Any, options: Any, device: torch.
 def main(rank: int) -> None:
     """A worker: make a part of the model, and launch the steps that rank 0 launches."""
     global joined
-    link, runner = socket.socket(fileno=0), None
+    link, step = socket.socket(fileno=0), None
     messages = link.makefile("rb")
 
-    def answer(value: Any = None) -> None:
+    def exchange(value: Any) -> Any:
         link.sendall(pickle.dumps(value))
-
-    def exchange(value: Any) -> list:
-        answer(value)
         return pickle.load(messages)
 
     try:
         options, *given = pickle.load(messages)
-        device = torch.device(f"cuda:{rank}" if options.device == "cuda" else "cpu")
+        device = pick_devices(options.device, options.tensor_parallel_size)[rank]
         if device.type == "cuda":
             torch.cuda.set_device(device)
         torch.set_num_threads(max(1, torch.get_num_threads() // options.tensor_parallel_size))
         joined = join_peers(rank, options.tensor_parallel_size, device, exchange)
-        (made,), _ = make_runners(options, *given)
-        swap(made, options.swap_space)
-        runner = made
-        while True:
-            answer()
-            runner.follow(pickle.load(messages))
-    except (EOFError, ConnectionError):  # rank 0 has closed the socket
-        pass
+        (runner,), _ = make_runners(options, *given)
+        swap(runner, options.swap_space)
+        while step := exchange(None):
+            runner.follow(step)
+    except (EOFError, ConnectionError):
+        os._exit(0)  # rank 0 has closed the socket, or is gone
     except Exception as error:
-        with suppress(OSError):  # rank 0 may be gone
-            answer(error if type(error) is ValueError and runner is None else EngineDeadError(
-                f"worker {rank} (process {os.getpid()}) failed ({error!r:.1000}); make a new LLM"))
+        with suppress(OSError):
+            link.sendall(pickle.dumps(error if type(error) is ValueError and step is None else EngineDeadError(
+                f"worker {rank} (process {os.getpid()}) failed ({error!r:.1000}); make a new LLM")))
         os._exit(1)
-    os._exit(0)  # at once: rank 0 may be gone
