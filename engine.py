@@ -19,9 +19,10 @@ up with `num_tokens`. When it has, the step samples the next token.
       runner               the model, the pool's tensors, the sampler      GPUModelRunner
       Scheduler.update     appends the sampled tokens, ends sequences      Scheduler.update_from_output
 
-`Engine` has this loop. On a GPU it plans the next step before it reads the tokens of this one (lookahead). The file is
-plain Python without torch: nanopaged/device/runner.py computes the steps. LLM, which users call, runs these very
-classes. A rare request has a subclass of Sequence, and a rare option replaces the BlockManager or the Scheduler.
+`Engine` has this loop. With recorded steps, the default on a GPU, it plans the next step before it reads the tokens of
+this one (**lookahead**; such tokens are **pending**). The file is plain Python without torch: the runner, in
+nanopaged/device/runner.py, computes the steps. LLM, which users call, runs these very classes. A rare request has a
+subclass of Sequence, and a rare option replaces the BlockManager or the Scheduler.
 """
 import itertools
 from bisect import bisect_left, insort
@@ -48,7 +49,7 @@ class Order(NamedTuple):
     priority: int
     arrival: int  # of its request
     number: int  # in its request
-    delay: int = 0  # that the arrival contains: a server lets other requests go before some samples
+    delay: int = 0  # was added to the arrival: a server moves the later samples of a call behind other requests
 
 
 @dataclass(eq=False)
@@ -61,17 +62,17 @@ class Sequence:
         any     -> FINISHED    a stop token, max_len, a stop string, abort, error
 
     **Cursors** count from the text's beginning, and each stands in front of the next token. `schedule` moves
-    num_computed_tokens on, and counts the token that the step samples as pending; `update` appends it. A prompt of
-    tokens 0 to 9, whose first block the prefix cache has:
+    num_computed_tokens on, and counts the token that the step samples as pending; `update` appends it. The text below
+    has a prompt of tokens 0 to 9, whose first block the prefix cache has (BlockManager says what a prefix key is):
 
-        a admitted     b 4 to 9 scheduled     c token 10 appended     d token 10 scheduled
+        at p it is admitted     at q 4 to 9 are scheduled     at r token 10 is appended     at s token 10 is scheduled
 
         text, block_size 4     | 0   1   2   3 | 4   5   6   7 | 8   9  10  11
-        root                   abcd                                               prefix key of no block
-        num_hit_tokens                         abcd                               found: K and V are not written again
-        prefix_key                             a               bcd                of num_cached_blocks: 1, then 2
-        num_computed_tokens                    a                       bc  d      K and V are there after the steps
-        num_tokens                                                     a   bc  d  with num_pending_tokens: 0 1 0 1
+        root                   pqrs                                               prefix key of no block
+        num_hit_tokens                         pqrs                               found: K and V are not written again
+        prefix_key                             p               qrs                of num_cached_blocks: 1, then 2
+        num_computed_tokens                    p                       qr  s      K and V are there after the steps
+        num_tokens                                                     p   qr  s  with num_pending_tokens: 0 1 0 1
     """
     token_ids: list[int]  # prompt and generated tokens
     order: Order
@@ -108,8 +109,8 @@ class Sequence:
         return min(self.num_tokens, self.max_len - 1) - self.num_computed_tokens
 
     def is_pending(self, position: int) -> bool:
-        """Whether a sample for this position continues the text. False: the sequence has ended meanwhile, or its text
-        goes on with other tokens (a grammar forces tokens; a draft was wrong)."""
+        """Whether a sample for this position continues the text. False: nothing is pending any more (the sequence has
+        ended, or a draft was wrong), or the text has a token there already (a grammar has forced some)."""
         return self.num_pending_tokens > 0 and position >= len(self.token_ids)
 
     def append(self, token: int) -> None:
@@ -218,12 +219,12 @@ class BlockManager:
         """Extend the block table to cover the text's first `end` tokens; False, taking none, if too few blocks are
         free. The first token to write may lie in the last block that the table has: that block must be writable."""
         table = seq.block_table
-        write_from = max(seq.num_computed_tokens, seq.num_hit_tokens)
+        write_from = max(seq.num_computed_tokens, seq.num_hit_tokens)  # tokens that were found have K and V
         index = write_from // self.block_size
-        has_block = write_from < end and index < len(table)  # the sequence has the first block to write
+        has_block = write_from < end and index < len(table)  # the table has the first block to write
         must_copy = has_block and self.ref_counts[table[index]] > 1
         num_missing = max(0, cdiv(end, self.block_size) - len(table))
-        if (num_missing or must_copy) and num_missing + must_copy > len(self.free_queue):
+        if num_missing + must_copy > len(self.free_queue):
             return False
         if must_copy or has_block and table[index] in self.key_of_block:
             self._make_writable(seq, index)
@@ -233,7 +234,8 @@ class BlockManager:
 
     def _make_writable(self, seq: Sequence, index: int) -> None:
         """If others hold this block of the table, the sequence gets a copy (copy-on-write). If none does, the prefix
-        cache must not find the block any more: the tokens that it knows may not be those of this text (samples.py)."""
+        cache must not find the block any more: sample A has filled and offered it, B shared its first half, A ended,
+        and B now writes other tokens into the second half (nanopaged/features/samples.py)."""
         block = seq.block_table[index]
         if self.ref_counts[block] > 1:
             seq.block_table[index] = copy = self._pop_free_block()
@@ -254,7 +256,7 @@ class BlockManager:
             key = (seq.prefix_key, tuple(seq.token_ids[index * size:(index + 1) * size]))
             if key not in self.prefix_cache:
                 block = seq.block_table[index]
-                self.evict(block)  # with samples it may have an outdated key (samples.py)
+                self.evict(block)  # a sample's may have a key that nothing finds any more (samples.py)
                 self.prefix_cache[key] = block, next(self.prefix_keys)
                 self.key_of_block[block] = key
                 self.step.cached.append(block)
@@ -266,7 +268,7 @@ class BlockManager:
         """Free the blocks, the last one first."""
         for block in reversed(seq.block_table):
             self._decref(block)
-        seq.block_table, seq.prefix_key = [], seq.root
+        seq.block_table, seq.prefix_key = [], seq.root  # another list: by that, features see that a text starts over
         seq.num_computed_tokens = seq.num_cached_blocks = 0
         seq.num_sent_blocks = -1
 
@@ -379,42 +381,42 @@ class Scheduler:
         """Walk `running` and `waiting` as one list, merged by order, and give out the token budget:
 
             order      1   2   3   4   5
-            running    A   B       D           A and B have got their tokens: turn is 2, and running[turn] is D
-            waiting            C       E       C comes before D: C is admitted, and becomes running[turn]
+            running    A   B       D           A and B have been served: num_served is 2, and running[2] is D
+            waiting            C       E       C comes before D: C is admitted, and becomes running[2]
 
         C is more urgent than D. (With equal priorities waiting sequences come after running ones.) If C needs room,
         running sequences are preempted, the last one first, but never A or B. If C still does not fit, they stay
-        preempted, and the step admits no more."""
+        preempted, and the step admits no more. A sequence without new tokens is served, too."""
         step = self.block_manager.begin_step()
         step.budget = self.max_num_batched_tokens
-        turn, may_admit = 0, True  # running[:turn] have had their turn
+        num_served, may_admit = 0, True
         while step.budget > 0:
-            if may_admit and self.waiting and (turn == len(self.running)
-                                               or self.waiting[0].order < self.running[turn].order):
-                may_admit = self._admit(turn, step)  # then the admitted sequence is running[turn]
+            if may_admit and self.waiting and (num_served == len(self.running)
+                                               or self.waiting[0].order < self.running[num_served].order):
+                may_admit = self._admit(num_served, step)  # then the admitted sequence is running[num_served]
                 continue
-            if turn == len(self.running):
+            if num_served == len(self.running):
                 break
-            seq = self.running[turn]
+            seq = self.running[num_served]
             num_tokens = min(seq.num_new_tokens, step.budget)
             if num_tokens > 0:
                 if not self._make_room(seq, num_tokens, step):
                     break  # the sequence was the last running one, and was preempted; no waiting one may overtake it
                 self._compute(seq, num_tokens, step)
-            turn += 1
+            num_served += 1
         step.num_held_blocks = self.block_manager.num_blocks - self.block_manager.num_free_blocks
         return step
 
-    def _admit(self, turn: int, step: SchedulerOutput) -> bool:
-        """Admit the first waiting sequence, preempting later ones if it needs a batch row or blocks. False: it goes on
-        waiting, because earlier ones hold too many blocks or all rows."""
+    def _admit(self, num_served: int, step: SchedulerOutput) -> bool:
+        """Admit the first waiting sequence, preempting later ones if it needs a batch row or blocks. False: it must
+        wait. It was preempted in this step, or it has pending tokens, or running[:num_served] leave too little."""
         seq = self.waiting[0]
-        # Preempted in this step: the sequence that needed its row or its blocks has them, so it would not fit.
-        # Preempted before: it waits until its pending tokens are read, because computing it again needs their ids.
+        # Preempted in this step: the sequence that took its row or its blocks still has them.
+        # Preempted before: computing it again needs the ids of its pending tokens.
         if seq in step.preempted or seq.num_pending_tokens:
             return False
         while len(self.running) >= self.max_num_seqs or not self.block_manager.admit(seq):
-            if len(self.running) == turn:  # all that run have got their tokens
+            if len(self.running) == num_served:
                 return False
             self._preempt(step)
         del self.waiting[0]
@@ -435,8 +437,9 @@ class Scheduler:
         return True
 
     def _preempt(self, step: SchedulerOutput) -> Sequence:
-        """Take the blocks of the last running sequence. Its tokens are kept. It has got none to compute in this step:
-        those that have are running[:turn], where `_admit` stops, and `_make_room` stops at running[turn]."""
+        """Take the blocks and the batch row of the last running sequence, which keeps its text. It has no tokens in
+        this step: these are given out from the front, `_admit` spares running[:num_served], and `_make_room` stops
+        when it has preempted the sequence that it makes room for."""
         seq = self.running[-1]
         seq.status = self.block_manager.preempt(seq)
         self._remove(seq)
@@ -516,8 +519,8 @@ class Engine:
 
     When step 2 is planned, the tokens that step 1 samples are pending: counted, but not known on the host. They stay on
     the device, where step 2 finds them. For a sequence that turns out to be finished, one token was computed in vain.
-    Its blocks are freed at once, although a launched step still writes into one of them. That is safe: a step that
-    reuses the block is launched later, and the device runs steps in order."""
+    Its blocks and its batch row are free at once, although a launched step still writes there. (The same holds after a
+    preemption or an abort.) That is safe: a step that reuses them is launched later, and runs later."""
 
     def __init__(self, scheduler: Scheduler, runner: Any, lookahead: int = 0):
         self.scheduler, self.runner, self.lookahead = scheduler, runner, lookahead
@@ -538,8 +541,8 @@ class Engine:
         return True
 
     def launch(self) -> bool:
-        """Plan a step and launch it. If the launch fails, the plan is undone. So is a plan that computes nothing, which
-        has preempted sequences at most; then the result is False."""
+        """Plan a step and launch it. If the launch fails, the plan is undone. A plan without tokens is undone, too (all
+        it can have done is preempt); then the result is False."""
         step, is_launched = self.scheduler.schedule(), False
         try:
             if step.seqs:

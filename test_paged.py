@@ -331,7 +331,7 @@ def test_what_steps_compute(options, before, prompts, steps):
 
 
 def test_the_cursors_of_a_sequence():
-    """The drawing has a mark where each cursor is at each of four moments, a to d."""
+    """The drawing has a mark where each cursor is at each of four moments, p to s."""
     scheduler, drawing = engine.Scheduler(engine.BlockManager(9, 4), 4, 99), engine.Sequence.__doc__.splitlines()
     before, seq = (engine.Sequence([*range(n)], engine.Order(0, n, 0), 20) for n in (4, 10))
     scheduler.add(before)
@@ -348,19 +348,19 @@ def test_the_cursors_of_a_sequence():
         others.append((seq.prefix_key, seq.num_pending_tokens, seq.root))
 
     assert scheduler.block_manager.admit(seq)
-    note("a")
+    note("p")
     scheduler.run(seq)
     step = scheduler.schedule()
-    note("b")
+    note("q")
     scheduler.update(step, Sampled([20]))
-    note("c")
+    note("r")
     scheduler.schedule()
-    note("d")
+    note("s")
     top = next(i for i, line in enumerate(drawing) if "text, block_size 4" in line)
     start = drawing[top].index("|")
     for (name, places), line in zip(marks.items(), drawing[top + 1:]):
         assert line.split()[0] == name
-        drawn = {(mark.start() - start) / 4: mark[0] for mark in re.finditer("[a-d]+", line[:start + 50])
+        drawn = {(mark.start() - start) / 4: mark[0] for mark in re.finditer("[p-s]+", line[:start + 50])
                  if mark.start() >= start}
         assert drawn == places
     assert others == [(1, 0, engine.ROOT), (2, 1, engine.ROOT), (2, 0, engine.ROOT), (2, 1, engine.ROOT)]
