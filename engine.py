@@ -233,9 +233,8 @@ class BlockManager:
         return True
 
     def _make_writable(self, seq: Sequence, index: int) -> None:
-        """If others hold this block of the table, the sequence gets a copy (copy-on-write). If none does, the prefix
-        cache must not find the block any more: sample A has filled and offered it, B shared its first half, A ended,
-        and B now writes other tokens into the second half (nanopaged/features/samples.py)."""
+        """A block that others hold is copied (copy-on-write). One of this sequence alone leaves the prefix cache:
+        sample A filled it, B shared its first half, A ended, and B now writes another second half (see samples.py)."""
         block = seq.block_table[index]
         if self.ref_counts[block] > 1:
             seq.block_table[index] = copy = self._pop_free_block()
@@ -437,9 +436,8 @@ class Scheduler:
         return True
 
     def _preempt(self, step: SchedulerOutput) -> Sequence:
-        """Take the blocks and the batch row of the last running sequence, which keeps its text. It has no tokens in
-        this step: these are given out from the front, `_admit` spares running[:num_served], and `_make_room` stops
-        when it has preempted the sequence that it makes room for."""
+        """Take the blocks and the row of the last running sequence, whose text is kept. It has no tokens in this step:
+        `_admit` spares running[:num_served], and `_make_room` stops when it has preempted the one that lacks room."""
         seq = self.running[-1]
         seq.status = self.block_manager.preempt(seq)
         self._remove(seq)

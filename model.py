@@ -63,7 +63,7 @@ class Batch:
     block_tables: Tensor  # [num_seqs, max_blocks] int32: logical block -> block id, the same id in every layer
     seq_lens: Tensor  # [num_seqs] int32: tokens in the cache after this step
     query_start_loc: Tensor  # [num_seqs + 1] int32
-    logits_indices: Tensor | None  # tokens whose logits are read; None: all. First the last of each that samples
+    logits_indices: Tensor | None  # tokens whose logits are read; None: all. First each sampling sequence's last
     hints: dict[str, Any]  # more arguments of attention: for Triton's, and for rectangles.py and last_layer.py
 
 

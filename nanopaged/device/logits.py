@@ -14,7 +14,7 @@ UNIT = 2.0**38  # the integer that stands for probability 1, see `kept_tokens`
 class LogitsStep:
     """Changes logits before tokens are drawn from them: features/edits.py and features/grammar.py have one each. A
     runner has none until the first request asks."""
-    is_late = False  # True: it needs the token before on the host, so the step is sampled when that is known
+    is_late = False  # True: it needs the previous token on the host, so sampling waits until that step is read
 
     def plan(self, seqs: list[engine.Sequence], positions: list[int]) -> Any | None:
         """What to change in a step, when it is launched; None: nothing. positions: of the tokens that seqs sample"""

@@ -38,7 +38,7 @@ class Rows:
         blocks: list[int] = []
         new: list[engine.Sequence] = []
         for seq in seqs:
-            # All entries, if it is new in its row, or those that changed since. Then its settings are there already.
+            # A sequence that is new in its row: all entries, and its settings. Any other: the entries that changed.
             if seq.num_sent_blocks < len(seq.block_table):
                 if seq.num_sent_blocks < 0:
                     seq.num_sent_blocks = 0
@@ -60,8 +60,8 @@ class Rows:
                 self.settings[sent[2]] = sent[3].view(-1, SETTINGS_INTS)
 
     def with_last_tokens(self, input_ids: Tensor, rows: Tensor) -> Tensor:
-        """input_ids [T] of a step, with the last tokens of these rows in place of -1. With a lookahead the step that
-        samples such a token is not read yet. It is its sequence's single new token, and such sequences come first."""
+        """input_ids [T] of a step, with the last tokens of these rows in place of -1. (The host has not read the step
+        that samples them. Only sequences with a single new token have a -1, and these come first.)"""
         ones, rest = input_ids[:len(rows)], input_ids[len(rows):]
         ones = torch.where(ones < 0, self.last_tokens.index_select(0, rows), ones)
         return torch.cat([ones, rest]) if len(rest) else ones

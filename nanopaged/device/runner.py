@@ -2,7 +2,7 @@
 
 The engine thinks in sequences and block ids. `launch` gets a SchedulerOutput and does, in this order:
 
-    move blocks       swap out, copy, swap in, in this order, before the forward pass writes
+    move blocks       copies of blocks (and features/swapping.py's moves), before the forward pass writes
     send rows         new entries of block tables, which stay on the device; sampling settings of new sequences
     forward pass      model.py over one flat batch (step_input.py): each layer writes K and V, then attends
     sample            one token for each sequence that has caught up
@@ -10,21 +10,22 @@ The engine thinks in sequences and block ids. `launch` gets a SchedulerOutput an
 and returns a `LaunchedStep` (transfer.py), which the engine calls for the tokens. While a sequence runs it has a
 **batch row**, its index in the tensors that stay on the device (rows.py). A step sends new tokens and changed entries.
 
-This file is the plain path: `python engine.py --enforce-eager --attention torch --prompt "ROMEO:"`. Other parts
-replace it (those with a * unless enforce_eager is given):
+This file is the plain path: `python engine.py --enforce-eager --attention torch --prompt "ROMEO:"`. Other parts, most
+of them in nanopaged/features, replace it (those with a * unless enforce_eager is given):
 
     plain part                replacement                                         when
-    Runner *                  GraphRunner: recorded steps, and a lookahead of 1   a GPU with Triton
+    attention, `pick`         Triton's (kernel.py); with it cascade.py            a GPU with Triton; --attention triton
+    Runner *                  GraphRunner: recorded steps, and a lookahead of 1   a GPU with Triton (graphs.py)
     modules of model.py *     ones with small kernels (fused.py)                  a GPU with Triton
-    the last Layer *          one that skips tokens (last_layer.py)                 always
+    the last Layer *          one that skips tokens (last_layer.py)               always
     attention in torch *      one call for each query length (rectangles.py)      attention in torch
-    Runner                    one that computes a part of the model (parallel.py) tensor_parallel_size
-    StepInput, Scheduler      ones with drafts (features/drafts.py)               speculative_config
+    Runner                    one that computes a part of the model               tensor_parallel_size (parallel.py)
+    StepInput, Scheduler      ones with drafts (drafts.py)                        speculative_config
     Pool, BlockManager        ones with a host pool and a window (swapping.py)    swap_space; a model with a window
     one scheduler and engine  one of each for each GPU (router.py)                data_parallel_size
 
-The pool (pool.py) takes the memory that weights and the largest step leave (trial.py). What a request asks for beyond
-plain sampling is in features/edits.py (edited logits), grammar.py and logprobs.py.
+The pool (pool.py) has the blocks that fit into 90% of the card, less what is in use and the peak of a trial step; on a
+CPU 1 GiB at most (trial.py). What requests ask for beyond plain sampling: features/edits.py, grammar.py, logprobs.py.
 """
 import gc
 import weakref
@@ -58,7 +59,7 @@ class Runner:
 
     options: those of LLM; fp8: matrices are in 8 bits; num_more_rows: logit rows besides one for each sequence
     """
-    lookahead = 0  # steps that may be launched before the previous step's tokens are read
+    lookahead = 0  # launched steps that may still be unread when the next one is planned
     num_ranks = 1  # GPUs that share the model
     step_input = StepInput
     pick = staticmethod(pick)
@@ -104,20 +105,13 @@ class Runner:
             self.logits_steps.setdefault(kind, kind(self))
         return self.logits_steps[kind]
 
-    # ---- for features/tensor_parallel and graphs.py, which have more to do here
-
-    def agree(self, numbers: list[float], largest: bool) -> list[float]:
-        """The largest or smallest of each number over all GPUs that share the model."""
-        return numbers
-
-    def prepare(self) -> None:
-        """Do what needs the pool."""
-
     @on_its_device
     @torch.inference_mode()
     def launch(self, step: engine.SchedulerOutput) -> LaunchedStep:
-        """Launch a step. Calling the LaunchedStep waits for the step's tokens. `launch` itself does not wait for a GPU,
-        unless attention is in torch, which reads slots and lengths on the host. On a CPU the step is computed here."""
+        """Launch a step: plan its sampling, launch the forward pass, launch sampling. Calling the result waits for the
+        tokens. `launch` does not wait for a GPU, unless attention is in torch, which reads lengths on the host. On a
+        CPU the step is computed here. A grammar's mask needs the previous step's token on the host: such a step is
+        **late**, the next `launch` samples it. Sampling is therefore a function, ForwardPass.draw."""
         while self.unsampled:
             self.unsampled.pop().sample()
         self.pool.move(step)
@@ -178,14 +172,24 @@ class Runner:
 
     def sample(self, logits: Tensor, rows: Tensor, positions: Tensor, needs: SamplingNeeds) -> Tensor:
         """One token for each logit row, -1 if that is unusable. The token (0 in place of -1) becomes the last token of
-        its sequence. rows, positions: the batch rows and the lengths of the sequences."""
-        for step, plan in needs.plans:
-            logits = step(logits, plan, rows, positions)
+        its sequence. rows: the batch rows of the sequences; positions: their lengths, which are the positions of the
+        drawn tokens."""
+        for change, plan in needs.plans:
+            logits = change(logits, plan, rows, positions)
         tokens = sample(logits, self.rows.settings.index_select(0, rows), positions, needs, self.pick)
         usable = tokens.clamp(min=0)
         # With drafts a batch row is in `rows` several times, so any of its tokens may be written last. No step reads
         # that entry: the host reads this step first, and sends the token's id (features/drafts.py).
         self.rows.last_tokens.index_copy_(0, rows.long(), usable.int())
-        for step, plan in needs.plans:  # the last thing that can fail: a step whose sampling failed may draw again
-            step.drew(usable, plan, rows)
+        for change, plan in needs.plans:  # the last thing that can fail: a step whose sampling failed may draw again
+            change.drew(usable, plan, rows)
         return tokens
+
+    # ---- for features/tensor_parallel and graphs.py, which have more to do here
+
+    def agree(self, numbers: list[float], largest: bool) -> list[float]:
+        """The largest or smallest of each number over all GPUs that share the model."""
+        return numbers
+
+    def prepare(self) -> None:
+        """Do what needs the pool."""

@@ -15,7 +15,7 @@ class StepInput:
     [0, 1]) and C (table [2, 6]) decode and the prompt of B (table [5]) comes in:
 
         seqs              A     C     B
-        input_ids         a6    c4    b0  b1  b2  b3        [T]      -1: known only on the device (lookahead)
+        input_ids         a6    c4    b0  b1  b2  b3        [T]      -1: pending, known only on the device
         positions         6     4     0   1   2   3         [T]
         slot_mapping      6     24    20  21  22  23        [T]      block_table[position // 4] * 4 + position % 4
         query_start_loc   0     1     2              6      [N + 1]
@@ -44,7 +44,7 @@ class StepInput:
         decodes, prompts = list[tuple[engine.Sequence, int]](), list[tuple[engine.Sequence, int]]()
         for seq, num_tokens in zip(step.seqs, step.num_tokens):
             (decodes if cls.is_decode(seq, num_tokens) else prompts).append((seq, num_tokens))
-        # The scheduler has counted this step's tokens as computed: this is the length of the context.
+        # The scheduler has counted this step's tokens as computed: that is the context's length after this step.
         decodes.sort(key=lambda decode: decode[0].num_computed_tokens, reverse=True)
         batch = cls([], [])
         if cascade:

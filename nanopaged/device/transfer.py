@@ -45,7 +45,7 @@ def to_device(device: torch.device, tensor: Tensor) -> Tensor:
 
 class ForwardPass(NamedTuple):
     """A forward pass that is launched."""
-    sample: Callable[[], Tensor]  # launches sampling; returns a token for each place that samples
+    draw: Callable[[], Tensor]  # launches sampling; returns a token for each place that samples
     logits: Tensor  # [R, vocab_size]: a logit row for each place that samples, then one for each of more_tokens
 
 
@@ -54,10 +54,9 @@ class LaunchedStep:
     would return at once. Steps are called in the order of their launches.
 
     `Runner.launch` calls `start`, and `start` calls `sample`, which launches sampling and the copy of the tokens to the
-    host. (A step that is sampled late is sampled by the next launch, `is_done` or the call: features/grammar.py.)
+    host. (A late step is sampled by the next launch, by `is_done` or by the call: features/grammar.py.)
 
-    places: places in the batch of the sequences that sample
-    seqs: the sequences there
+    places, seqs: places in the batch whose sequences sample, and these sequences
     more_tokens: tokens of the flat batch whose logits are wanted, too
     needs: the sampling features that seqs use
     """
@@ -92,7 +91,7 @@ class LaunchedStep:
         are wanted."""
         if self.forward_pass is None:
             return
-        logits, tokens = self.forward_pass.logits, self.forward_pass.sample()
+        logits, tokens = self.forward_pass.logits, self.forward_pass.draw()
         self.forward_pass = ForwardPass(lambda: tokens, logits)  # if a line below fails, a retry must not draw again
         tensors = [tokens]
         if self.logprobs:

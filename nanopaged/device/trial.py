@@ -115,8 +115,8 @@ def peak_of(runner: Runner, query_lens: list[int]) -> int:
 def choose_scales(runner: Runner) -> list[tuple[float, float]]:
     """The scales of K and V of each layer: 1, or for an fp8 cache powers of two, from the K and V of a random text.
 
-    The text's largest number is stored as at most LARGEST_STORED. Other texts then have a factor of 7 up to 448, where
-    numbers are clipped, and 2^12 down to 2^-6, where they lose precision.
+    The text's largest number is stored as at most LARGEST_STORED. Numbers of other texts may be 7 times as large before
+    they are clipped, at 448, and 4,096 times smaller before they lose precision, below 2^-6.
     """
     c, device = runner.config, runner.device
     if runner.kv_dtype is not FP8:

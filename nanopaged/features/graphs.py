@@ -163,7 +163,9 @@ class GraphRunner(Runner):
         return graph, *outputs
 
     def _static_step(self, shape: Shape) -> tuple[Tensor, Tensor]:
-        """A step of this shape that reads the graph input and samples a token for every sequence: (logits, tokens)."""
+        """A step of this shape that reads the graph input and samples a token for every sequence: (logits, tokens). It
+        does so for padding and for unfinished chunks, too. Nobody reads these tokens: the padding's row is no
+        sequence's, and the host knows the ids of the next chunk."""
         *parts, tiles = self.graph_input[:sum(shape.layout)].split(shape.layout)
         sent, logits_indices, places = StepTensors(*parts), None, None
         if shape.num_tiles:
@@ -195,8 +197,8 @@ class GraphRunner(Runner):
         if not sampling_places:
             return ForwardPass(partial(tokens.narrow, 0, 0, 0), logits[:0])
         if needs.is_late and len(needs.plans) == 1 and not (needs.filters or needs.logprobs):
-            step, plan = needs.plans[0]
-            return ForwardPass(partial(step.redraw, self, batch, sampling_places, tokens, plan), logits)
+            change, plan = needs.plans[0]
+            return ForwardPass(partial(change.redraw, self, batch, sampling_places, tokens, plan), logits)
         if len(sampling_places) == num_seqs:
             tokens, logits, lens, rows = (tensor[:num_seqs] for tensor in (tokens, logits, lens, rows))
         else:
