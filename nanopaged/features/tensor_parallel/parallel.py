@@ -41,7 +41,7 @@ from nanopaged import engine, model
 from nanopaged.device.runner import Runner
 from nanopaged.device.sampler import SamplingNeeds
 from nanopaged.device.transfer import on_its_device
-from nanopaged.features.fused import FusedLayer, FusedLinear, SplitLinear, linear
+from nanopaged.features.fused import FusedLayer, FusedLinear, SplitLinear
 from nanopaged.features.tensor_parallel.peers import Peers, SharedBuffer
 from nanopaged.features.tensor_parallel.split import find_cuts, padded_part, split_config
 from nanopaged.weights.build import build_model
@@ -56,7 +56,7 @@ class RowParallelLinear(FusedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         own = self.buffer.own(len(x), len(self.weight))
-        linear(x, self.weight, self.bias, own, self.scale)
+        own.copy_(F.linear(x, self.weight, self.bias) if self.scale is None else super().forward(x))
         return self.buffer.sum(*own.shape)
 
 
