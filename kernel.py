@@ -445,7 +445,8 @@ Sizes = namedtuple("Sizes", [
 Queries = namedtuple("Queries", [
     "q", "q_token", "q_head", "out", "out_token", "out_head",  # tensors and their strides
     "seq", "kv_head", "q_start",  # the sequence, the kv head, the sequence's first token in q
-    "query_len", "first"])  # the sequence's new tokens; the first of them in this tile
+    "num_tokens",  # query tokens: prefill, the sequence's new ones; decode, 1; prefix (cascade), one of each sequence
+    "first"])  # of them in this tile
 Keys = namedtuple("Keys", [
     "table", "k", "v",  # the sequence's block table; the caches, at this kv head
     "seq_len", "oldest", "end"])  # the queries of this tile see positions in [oldest, end)
@@ -497,13 +498,13 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
     seq_len = tl.load(seq_lens + seq)
     if (query_len == 1) != DECODE:  # a sequence of the other launch, or padding
         return
-    first_position = seq_len - query_len + first
+    first_position, num_tokens = seq_len - query_len + first, query_len
     oldest, end = 0, tl.minimum(first_position + TOKENS, seq_len)
     if WINDOW:
         oldest = tl.maximum(first_position - WINDOW + 1, 0)
     if PHASE == "prefix":  # the new tokens of several sequences, as if they were one sequence's
-        query_len, oldest, end = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
-        if query_len == 0:  # room in a recorded step
+        num_tokens, oldest, end = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+        if num_tokens == 0:  # room in a recorded step
             return
     elif PHASE == "suffix":
         oldest = tl.load(work + seq)
@@ -513,7 +514,7 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
             return
     table = block_tables + seq.to(tl.int64) * table_seq
     k, v = k_cache + kv_head.to(tl.int64) * KC_HEAD, v_cache + kv_head.to(tl.int64) * VC_HEAD
-    queries = Queries(q, q_token, q_head, out, out_token, out_head, seq, kv_head, q_start, query_len, first)
+    queries = Queries(q, q_token, q_head, out, out_token, out_head, seq, kv_head, q_start, num_tokens, first)
     keys = Keys(table, k, v, seq_len, oldest, end)
     # Sizes is built inside each call: stored in a variable, its values would become run-time values.
     if DECODE:
@@ -538,7 +539,7 @@ def _load_queries(queries, keys, index, sizes):
     """
     new, head = queries.first + index // sizes.GROUP, queries.kv_head * sizes.GROUP + index % sizes.GROUP
     dim = tl.arange(0, sizes.DIM_PADDED)
-    exists = (index < sizes.TILE_M // sizes.GROUP * sizes.GROUP) & (new < queries.query_len)
+    exists = (index < sizes.TILE_M // sizes.GROUP * sizes.GROUP) & (new < queries.num_tokens)
     valid = exists[:, None] & (dim < sizes.HEAD_DIM)[None, :]
     token = (queries.q_start + new)[:, None]
     at = queries.q + token * queries.q_token + head[:, None] * queries.q_head + dim[None, :]
@@ -546,7 +547,7 @@ def _load_queries(queries, keys, index, sizes):
     if keys.k.dtype.element_ty == tl.float8e4nv:
         q = q.to(tl.float16)  # the type to which the hardware converts fp8
     out = queries.out + token * queries.out_token + head[:, None] * queries.out_head + dim[None, :]
-    return q, keys.seq_len - queries.query_len + new, out, valid
+    return q, keys.seq_len - queries.num_tokens + new, out, valid
 
 
 @jit
@@ -662,11 +663,10 @@ def _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, RE
             ONE_PROGRAM: tl.constexpr, ONE_SPLIT: tl.constexpr, sizes):
     """The result of one query token. A program computes a run of the context's splits, one after the other:
 
-        a context of 5 splits       | 0 | 1 | 2 | 3 | 4 |
-        2 programs share them       program 0   | program 1    store each split's sums for merge_splits_kernel (V2)
-        ONE_PROGRAM: 1 program         program 0                  merges them itself, in registers (vLLM's V1); it keeps
-                                                               to the splits, so that it adds in the same order
-        ONE_SPLIT: a program for each split                    store its sums once, behind the loop
+        a context of 5 splits       | 0 | 1 | 2 | 3 | 4 |      a program has (the order of additions is always the same)
+        ONE_PROGRAM                 | program 0         |      all splits, merged into `total` (vLLM's V1)
+        neither, 2 programs         | program 0 | 1     |      a run of splits, each stored for merge_splits_kernel (V2)
+        ONE_SPLIT                   | 0 | 1 | 2 | 3 | 4 |      one split, stored once behind the loop
 
         in plain loops:             for split in the program's splits:
                                         for tile in split: sums = _decode_tile(sums, tile)
@@ -692,11 +692,13 @@ def _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, RE
     column = tl.arange(0, sizes.TILE_M)
     q, _, out, valid = _load_queries(queries, keys, column, sizes)
     q, head, dim = tl.trans(q), queries.kv_head * sizes.GROUP + column % sizes.GROUP, tl.arange(0, sizes.DIM_PADDED)
-    seq = queries.seq.to(tl.int64) + column // sizes.GROUP  # (one sequence: the columns after it are unused)
-    at, num_columns = (seq * sizes.KV_HEADS * sizes.GROUP + head) * num_splits, sizes.GROUP * queries.query_len
+    # Column c is head c % GROUP of sequence seq + c // GROUP. But for prefix, the columns from GROUP on are padding.
+    seq = queries.seq.to(tl.int64) + column // sizes.GROUP
+    at, num_columns = (seq * sizes.KV_HEADS * sizes.GROUP + head) * num_splits, sizes.GROUP * queries.num_tokens
     sums = _initial_sums(sizes.DIM_PADDED, sizes.TILE_M, sizes.TILE_M)  # of the split
     total = _initial_sums(sizes.DIM_PADDED, sizes.TILE_M, sizes.TILE_M)  # of the splits before it
     if RESUMES:
+        # The prefix launch may have stopped inside the split of `start`, a first program's first: go on from its sums.
         begun = column < tl.where(start % split_len > 0, num_columns, 0)
         sums = _load_sums(split_acc, split_sums, at + split, begun, dim, sizes.HEAD_DIM)
     block = _block_of(keys, start, sizes)
@@ -870,11 +872,10 @@ def merge_splits_kernel(out, split_acc, split_sums, seq_lens, query_start_loc, v
 # --------------------------------------------------------------------------------------------------
 # In Triton: cascade
 #
-# Sequences whose tables begin with the same blocks stand side by side in a batch
-# (nanopaged/features/cascade.py has a drawing). The prefix launch computes the tiles that they have in common. A
-# program takes the new tokens of all of them as its columns, as if they were one sequence's, and reads K and V once.
-# The suffix launch computes each sequence's other tiles. In a split that the prefix launch has begun, it goes on from
-# the sums that are stored for this split. merge_splits_kernel merges all splits.
+# Sequences whose tables begin with the same blocks stand side by side (see nanopaged/features/cascade.py). The prefix
+# launch computes the tiles that they have in common. A program takes the new tokens of all of them as its columns, as
+# if they were one sequence's, and reads K and V once. The suffix launch computes the other tiles, and goes on from the
+# sums of a split that the prefix launch has begun. merge_splits_kernel merges all splits.
 # --------------------------------------------------------------------------------------------------
 
 def _cascade_launches(cascade: tuple[Tensor, Tensor, int], num_kv_heads: int, num_splits: int, grid: tuple[int, int],
