@@ -1411,12 +1411,12 @@ ROWS = tl.constexpr(64)  # of a warpgroup, the height of its products; tokens of
 BUFFERS = tl.constexpr(2)
 
 Ring = namedtuple("Ring", ["tiles", "full", "empty"])  # buffers, and two barriers for each: tile n is in n % BUFFERS
-Batch = namedtuple("Batch", ["work", "num_items", "num_kv_heads", "seq_lens", "query_start_loc", "window"])
+HopperBatch = namedtuple("HopperBatch", ["work", "num_items", "num_kv_heads", "seq_lens", "query_start_loc", "window"])
 Item = namedtuple("Item", [
     "seq", "kv_head", "token", "end",  # the tile's first token in q, and where the sequence ends there
     "position", "seq_len",  # of that token; of the sequence
     "oldest", "start", "stop"])  # the first position that the tile sees; its tiles of keys, none if the list has ended
-Rows = namedtuple("Rows", ["q", "position", "window"])  # of a warpgroup
+WarpRows = namedtuple("WarpRows", ["q", "position", "window"])  # of a warpgroup
 
 
 def prefill_on_hopper(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor,
@@ -1441,7 +1441,7 @@ def hopper_prefill_kernel(out, q_box, k_box, v_box, block_tables, seq_lens, quer
     """work, scale: as for paged_attention_kernel; num_items: an item is an entry of work and a kv head. The numbers at
     the end are the warps of the second and third part, and the registers of each of their threads."""
     q, k, v = _ring(q_box, 1), _ring(k_box, 2), _ring(v_box, 2)
-    batch = Batch(work, num_items, num_kv_heads, seq_lens, query_start_loc, window)
+    batch = HopperBatch(work, num_items, num_kv_heads, seq_lens, query_start_loc, window)
     _wait_for_previous_kernel(PDL)
     gl.warp_specialize([
         (_compute, (out, q, k, v, batch, scale, out_token, out_head, 0, GROUP, WINDOW)),
@@ -1473,7 +1473,11 @@ def _item(turn, batch, TOKENS: tl.constexpr, WINDOW: tl.constexpr):
 
 
 # A barrier counts arrivals. When all that it expects have come, its next phase begins. A phase here is a round over the
-# buffers: `full` ends round n // BUFFERS when tile n has arrived, and `empty` when both warpgroups have used it.
+# buffers: `full` ends round n // BUFFERS when tile n has arrived, and `empty` when both warpgroups have used it. A wait
+# names the parity of the round that must be over; one before the first counts as over. For tiles 0 1 2 3 4:
+#
+#     the copying warp waits on `empty`   1 1 0 0 1    for round n // BUFFERS - 1: the buffer is released
+#     warpgroups wait on `full`           0 0 1 1 0    for round n // BUFFERS: the tile is there
 
 @gluon_jit
 def _ring(box, BOXES: tl.constexpr):
@@ -1489,8 +1493,7 @@ def _ring(box, BOXES: tl.constexpr):
 
 @gluon_jit
 def _acquire(ring, n):
-    """The buffer for tile n, as soon as tile n - BUFFERS is released, and the barrier that waits for its bytes. (The
-    round before the first one counts as over.)"""
+    """The buffer for tile n, as soon as tile n - BUFFERS is released, and the barrier that waits for its bytes."""
     mbarrier.wait(ring.empty.index(n % BUFFERS), (n // BUFFERS + 1) % 2)
     tile, full = ring.tiles.index(n % BUFFERS), ring.full.index(n % BUFFERS)
     mbarrier.expect(full, TILE * tile.shape[-1] * 2)
@@ -1545,15 +1548,16 @@ def _copy_tile(box, a, b, kv_head, ring, n):
 def _compute(out, q, k, v, batch, scale, out_token, out_head, HALF: tl.constexpr, GROUP: tl.constexpr,
              WINDOW: tl.constexpr):
     """A warpgroup: the first or the second 64 rows of each item. It goes from the last tile of keys to the first one.
-    The tiles that need a mask come first, each by itself. Those before `full` need none, and the weighted sum is one
-    tile behind. (Under a window all tiles have a mask.)"""
+    The tiles that need a mask come first, each by itself. Those before `first_masked` need none, and the weighted
+    sum is one tile behind. (Under a window all tiles have a mask.)"""
     TOKENS: tl.constexpr = q.tiles.shape[1]
     PADDED: tl.constexpr = q.tiles.shape[2]
     DIM: tl.constexpr = q.tiles.shape[3]
-    ACC: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    ACC: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])  # wgmma; 4 x 1 warps of 16 x DIM x 16
     ROW: tl.constexpr = gl.SliceLayout(1, ACC)
-    WEIGHTS: tl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    LINES: tl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])  # 16 bytes for a thread
+    WEIGHTS: tl.constexpr = gl.DotOperandLayout(0, ACC, 2)  # the left factor, 2 numbers in a register
+    # Rows and columns of a thread (16 bytes), of a warp in threads, of the tensor in warps; columns are the inner axis.
+    LINES: tl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
     row = gl.arange(0, ROWS, layout=ROW)
     line, dim = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LINES)), gl.arange(0, DIM, layout=gl.SliceLayout(0, LINES))
     turn, n = 0, 0
@@ -1562,18 +1566,19 @@ def _compute(out, q, k, v, batch, scale, out_token, out_head, HALF: tl.constexpr
         my_q = _arrived(q, turn).slice(HALF * ROWS, ROWS)
         first = gl.minimum(item.position + HALF * (TOKENS // 2), item.seq_len - 1)
         last = gl.minimum(first + TOKENS // 2, item.seq_len) - 1
-        rows = Rows(my_q, gl.minimum(first + row // PADDED, last), batch.window)
+        rows = WarpRows(my_q, gl.minimum(first + row // PADDED, last), batch.window)
         sums = Sums(gl.zeros([ROWS, DIM], gl.float32, ACC), gl.full([ROWS], -float("inf"), gl.float32, ROW),
                     gl.zeros([ROWS], gl.float32, ROW))
         p = gl.zeros([ROWS, TILE], out.dtype.element_ty, WEIGHTS)
-        full = item.start if WINDOW else gl.minimum((first + 1) // TILE, item.stop - 1)
-        for i in range(item.stop - full):
+        first_masked = item.start if WINDOW else gl.minimum((first + 1) // TILE, item.stop - 1)
+        for i in range(item.stop - first_masked):
             if i > 0:
                 sums = _add(sums, p, _arrived(v, n - 1))
                 _release(v, n - 1)
             p, sums = _masked_tile(sums, rows, k, v, n, (item.stop - 1 - i) * TILE, item, scale, LINES, WINDOW)
             n += 1
-        for i in range(full - item.start):
+        # `sums` has the weights of this item's tiles before n, but the V of those before n - 1; p are n - 1's weights.
+        for i in range(first_masked - item.start):
             p, sums = _next_tile(p, sums, rows, k, v, n, scale)
             n += 1
         sums = _add(sums, p, _arrived(v, n - 1))
