@@ -32,7 +32,7 @@ The cache then holds `seq_len` tokens. Query i, at position seq_len - query_len 
 
 A prompt may therefore come in any chunks. Decode is a chunk of one token, which needs no causal mask.
 
-**Contents.** Chapter 2 runs on the first section alone, and a reader of paging may stop behind the second.
+**Contents.** Chapter 2 and README's tour need the first section alone. A reader of paging may stop behind the second.
 
     In plain torch               read it: attention in ten lines, then windows and fp8, then writing K and V
     In Triton                    the same on a GPU: filling the cache, launching attention, the kernel, decode, prefill
@@ -61,8 +61,8 @@ from nanopaged.tiles import cdiv, make_query_tiles, programs_per_context
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
     """Attention of one sequence: q [query_len, num_heads, head_dim], k, v [num_keys, num_kv_heads, head_dim], visible
-    [query_len, num_keys]. A group of heads, which shares K and V, is the batch, [group, num_kv_heads, .., head_dim]:
-    torch 2.11 errs on a GPU if the heads of a batch share them."""
+    [query_len, num_keys]. The batch dimension is a head's place in its group, over which K and V are expanded. The
+    other way round, with heads of one batch sharing K and V, torch 2.11 computes wrong results on a GPU."""
     group = q.shape[1] // k.shape[1]
     heads = q.unflatten(1, (-1, group)).permute(2, 1, 0, 3)
     k, v = k.transpose(0, 1).expand(group, -1, -1, -1), v.transpose(0, 1).expand(group, -1, -1, -1)
@@ -352,7 +352,7 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: T
     """`paged_attention_reference` in Triton. It takes more arguments:
 
     max_query_len, max_seq_len   upper bounds, which do not change the result: above 1 new token prefill is launched,
-                                 too, and the longest context bounds the number of splits
+                                 too; max_seq_len bounds the splits of a context (parts that a program can take alone)
     num_decodes      all sequences with one new token are among the first num_decodes (default: anywhere)
     query_tiles      prefill's work list, [n, 2] int32, from `make_query_tiles` (default: made here; waits for the GPU)
     cascade          sequences with one new token that have blocks in common: entries [n, 4] int32 (first sequence,
@@ -888,7 +888,7 @@ def _cascade_launches(cascade: tuple[Tensor, Tensor, int], num_kv_heads: int, nu
 
 
 # --------------------------------------------------------------------------------------------------
-# Between the products. A reader of paging may stop here: what follows makes a step faster and adds no idea.
+# Between the products: what follows makes a step faster and adds no idea.
 #
 # A library (cuBLAS) computes the large matrix products of a step. These kernels compute what stands between them, each
 # in one launch where plain torch needs several, and products of few rows. `nanopaged/features/fused.py` puts them into
