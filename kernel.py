@@ -32,7 +32,7 @@ The cache then holds `seq_len` tokens. Query i, at position seq_len - query_len 
 
 A prompt may therefore come in any chunks. Decode is a chunk of one token, which needs no causal mask.
 
-**Contents.** Chapter 2 runs on the first section alone, and a reader of paging may stop behind the second.
+**Contents.** Chapter 2 and README's tour need the first section alone. A reader of paging may stop behind the second.
 
     In plain torch               read it: attention in ten lines, then windows and fp8, then writing K and V
     In Triton                    the same on a GPU: filling the cache, launching attention, the kernel, decode, prefill
@@ -61,8 +61,8 @@ from nanopaged.tiles import cdiv, make_query_tiles, programs_per_context
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
     """Attention of one sequence: q [query_len, num_heads, head_dim], k, v [num_keys, num_kv_heads, head_dim], visible
-    [query_len, num_keys]. A group of heads, which shares K and V, is the batch, [group, num_kv_heads, .., head_dim]:
-    torch 2.11 errs on a GPU if the heads of a batch share them."""
+    [query_len, num_keys]. The batch dimension is a head's place in its group, over which K and V are expanded. The
+    other way round, with heads of one batch sharing K and V, torch 2.11 computes wrong results on a GPU."""
     group = q.shape[1] // k.shape[1]
     heads = q.unflatten(1, (-1, group)).permute(2, 1, 0, 3)
     k, v = k.transpose(0, 1).expand(group, -1, -1, -1), v.transpose(0, 1).expand(group, -1, -1, -1)
@@ -352,7 +352,7 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: T
     """`paged_attention_reference` in Triton. It takes more arguments:
 
     max_query_len, max_seq_len   upper bounds, which do not change the result: above 1 new token prefill is launched,
-                                 too, and the longest context bounds the number of splits
+                                 too; max_seq_len bounds the splits of a context (parts that a program can take alone)
     num_decodes      all sequences with one new token are among the first num_decodes (default: anywhere)
     query_tiles      prefill's work list, [n, 2] int32, from `make_query_tiles` (default: made here; waits for the GPU)
     cascade          sequences with one new token that have blocks in common: entries [n, 4] int32 (first sequence,
@@ -445,7 +445,8 @@ Sizes = namedtuple("Sizes", [
 Queries = namedtuple("Queries", [
     "q", "q_token", "q_head", "out", "out_token", "out_head",  # tensors and their strides
     "seq", "kv_head", "q_start",  # the sequence, the kv head, the sequence's first token in q
-    "query_len", "first"])  # the sequence's new tokens; the first of them in this tile
+    "num_tokens",  # query tokens: prefill, the sequence's new ones; decode, 1; prefix (cascade), one of each sequence
+    "first"])  # of them in this tile
 Keys = namedtuple("Keys", [
     "table", "k", "v",  # the sequence's block table; the caches, at this kv head
     "seq_len", "oldest", "end"])  # the queries of this tile see positions in [oldest, end)
@@ -497,13 +498,13 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
     seq_len = tl.load(seq_lens + seq)
     if (query_len == 1) != DECODE:  # a sequence of the other launch, or padding
         return
-    first_position = seq_len - query_len + first
+    first_position, num_tokens = seq_len - query_len + first, query_len
     oldest, end = 0, tl.minimum(first_position + TOKENS, seq_len)
     if WINDOW:
         oldest = tl.maximum(first_position - WINDOW + 1, 0)
     if PHASE == "prefix":  # the new tokens of several sequences, as if they were one sequence's
-        query_len, oldest, end = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
-        if query_len == 0:  # room in a recorded step
+        num_tokens, oldest, end = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+        if num_tokens == 0:  # room in a recorded step
             return
     elif PHASE == "suffix":
         oldest = tl.load(work + seq)
@@ -513,7 +514,7 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
             return
     table = block_tables + seq.to(tl.int64) * table_seq
     k, v = k_cache + kv_head.to(tl.int64) * KC_HEAD, v_cache + kv_head.to(tl.int64) * VC_HEAD
-    queries = Queries(q, q_token, q_head, out, out_token, out_head, seq, kv_head, q_start, query_len, first)
+    queries = Queries(q, q_token, q_head, out, out_token, out_head, seq, kv_head, q_start, num_tokens, first)
     keys = Keys(table, k, v, seq_len, oldest, end)
     # Sizes is built inside each call: stored in a variable, its values would become run-time values.
     if DECODE:
@@ -538,7 +539,7 @@ def _load_queries(queries, keys, index, sizes):
     """
     new, head = queries.first + index // sizes.GROUP, queries.kv_head * sizes.GROUP + index % sizes.GROUP
     dim = tl.arange(0, sizes.DIM_PADDED)
-    exists = (index < sizes.TILE_M // sizes.GROUP * sizes.GROUP) & (new < queries.query_len)
+    exists = (index < sizes.TILE_M // sizes.GROUP * sizes.GROUP) & (new < queries.num_tokens)
     valid = exists[:, None] & (dim < sizes.HEAD_DIM)[None, :]
     token = (queries.q_start + new)[:, None]
     at = queries.q + token * queries.q_token + head[:, None] * queries.q_head + dim[None, :]
@@ -546,7 +547,7 @@ def _load_queries(queries, keys, index, sizes):
     if keys.k.dtype.element_ty == tl.float8e4nv:
         q = q.to(tl.float16)  # the type to which the hardware converts fp8
     out = queries.out + token * queries.out_token + head[:, None] * queries.out_head + dim[None, :]
-    return q, keys.seq_len - queries.query_len + new, out, valid
+    return q, keys.seq_len - queries.num_tokens + new, out, valid
 
 
 @jit
@@ -662,11 +663,10 @@ def _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, RE
             ONE_PROGRAM: tl.constexpr, ONE_SPLIT: tl.constexpr, sizes):
     """The result of one query token. A program computes a run of the context's splits, one after the other:
 
-        a context of 5 splits       | 0 | 1 | 2 | 3 | 4 |
-        2 programs share them       program 0   | program 1    store each split's sums for merge_splits_kernel (V2)
-        ONE_PROGRAM: 1 program         program 0                  merges them itself, in registers (vLLM's V1); it keeps
-                                                               to the splits, so that it adds in the same order
-        ONE_SPLIT: a program for each split                    store its sums once, behind the loop
+        a context of 5 splits       | 0 | 1 | 2 | 3 | 4 |      a program has (the order of additions is always the same)
+        ONE_PROGRAM                 | program 0         |      all splits, merged into `total` (vLLM's V1)
+        neither, 2 programs         | program 0 | 1     |      a run of splits, each stored for merge_splits_kernel (V2)
+        ONE_SPLIT                   | 0 | 1 | 2 | 3 | 4 |      one split, stored once behind the loop
 
         in plain loops:             for split in the program's splits:
                                         for tile in split: sums = _decode_tile(sums, tile)
@@ -692,11 +692,13 @@ def _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, RE
     column = tl.arange(0, sizes.TILE_M)
     q, _, out, valid = _load_queries(queries, keys, column, sizes)
     q, head, dim = tl.trans(q), queries.kv_head * sizes.GROUP + column % sizes.GROUP, tl.arange(0, sizes.DIM_PADDED)
-    seq = queries.seq.to(tl.int64) + column // sizes.GROUP  # (one sequence: the columns after it are unused)
-    at, num_columns = (seq * sizes.KV_HEADS * sizes.GROUP + head) * num_splits, sizes.GROUP * queries.query_len
+    # Column c is head c % GROUP of sequence seq + c // GROUP. But for prefix, the columns from GROUP on are padding.
+    seq = queries.seq.to(tl.int64) + column // sizes.GROUP
+    at, num_columns = (seq * sizes.KV_HEADS * sizes.GROUP + head) * num_splits, sizes.GROUP * queries.num_tokens
     sums = _initial_sums(sizes.DIM_PADDED, sizes.TILE_M, sizes.TILE_M)  # of the split
     total = _initial_sums(sizes.DIM_PADDED, sizes.TILE_M, sizes.TILE_M)  # of the splits before it
     if RESUMES:
+        # The prefix launch may have stopped inside the split of `start`, a first program's first: go on from its sums.
         begun = column < tl.where(start % split_len > 0, num_columns, 0)
         sums = _load_sums(split_acc, split_sums, at + split, begun, dim, sizes.HEAD_DIM)
     block = _block_of(keys, start, sizes)
@@ -870,11 +872,10 @@ def merge_splits_kernel(out, split_acc, split_sums, seq_lens, query_start_loc, v
 # --------------------------------------------------------------------------------------------------
 # In Triton: cascade
 #
-# Sequences whose tables begin with the same blocks stand side by side in a batch
-# (nanopaged/features/cascade.py has a drawing). The prefix launch computes the tiles that they have in common. A
-# program takes the new tokens of all of them as its columns, as if they were one sequence's, and reads K and V once.
-# The suffix launch computes each sequence's other tiles. In a split that the prefix launch has begun, it goes on from
-# the sums that are stored for this split. merge_splits_kernel merges all splits.
+# Sequences whose tables begin with the same blocks stand side by side (see nanopaged/features/cascade.py). The prefix
+# launch computes the tiles that they have in common. A program takes the new tokens of all of them as its columns, as
+# if they were one sequence's, and reads K and V once. The suffix launch computes the other tiles, and goes on from the
+# sums of a split that the prefix launch has begun. merge_splits_kernel merges all splits.
 # --------------------------------------------------------------------------------------------------
 
 def _cascade_launches(cascade: tuple[Tensor, Tensor, int], num_kv_heads: int, num_splits: int, grid: tuple[int, int],
@@ -887,7 +888,7 @@ def _cascade_launches(cascade: tuple[Tensor, Tensor, int], num_kv_heads: int, nu
 
 
 # --------------------------------------------------------------------------------------------------
-# Between the products. A reader of paging may stop here: what follows makes a step faster and adds no idea.
+# Between the products: what follows makes a step faster and adds no idea.
 #
 # A library (cuBLAS) computes the large matrix products of a step. These kernels compute what stands between them, each
 # in one launch where plain torch needs several, and products of few rows. `nanopaged/features/fused.py` puts them into
@@ -1410,12 +1411,12 @@ ROWS = tl.constexpr(64)  # of a warpgroup, the height of its products; tokens of
 BUFFERS = tl.constexpr(2)
 
 Ring = namedtuple("Ring", ["tiles", "full", "empty"])  # buffers, and two barriers for each: tile n is in n % BUFFERS
-Batch = namedtuple("Batch", ["work", "num_items", "num_kv_heads", "seq_lens", "query_start_loc", "window"])
+HopperBatch = namedtuple("HopperBatch", ["work", "num_items", "num_kv_heads", "seq_lens", "query_start_loc", "window"])
 Item = namedtuple("Item", [
     "seq", "kv_head", "token", "end",  # the tile's first token in q, and where the sequence ends there
     "position", "seq_len",  # of that token; of the sequence
     "oldest", "start", "stop"])  # the first position that the tile sees; its tiles of keys, none if the list has ended
-Rows = namedtuple("Rows", ["q", "position", "window"])  # of a warpgroup
+WarpRows = namedtuple("WarpRows", ["q", "position", "window"])  # of a warpgroup
 
 
 def prefill_on_hopper(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor,
@@ -1440,7 +1441,7 @@ def hopper_prefill_kernel(out, q_box, k_box, v_box, block_tables, seq_lens, quer
     """work, scale: as for paged_attention_kernel; num_items: an item is an entry of work and a kv head. The numbers at
     the end are the warps of the second and third part, and the registers of each of their threads."""
     q, k, v = _ring(q_box, 1), _ring(k_box, 2), _ring(v_box, 2)
-    batch = Batch(work, num_items, num_kv_heads, seq_lens, query_start_loc, window)
+    batch = HopperBatch(work, num_items, num_kv_heads, seq_lens, query_start_loc, window)
     _wait_for_previous_kernel(PDL)
     gl.warp_specialize([
         (_compute, (out, q, k, v, batch, scale, out_token, out_head, 0, GROUP, WINDOW)),
@@ -1472,7 +1473,11 @@ def _item(turn, batch, TOKENS: tl.constexpr, WINDOW: tl.constexpr):
 
 
 # A barrier counts arrivals. When all that it expects have come, its next phase begins. A phase here is a round over the
-# buffers: `full` ends round n // BUFFERS when tile n has arrived, and `empty` when both warpgroups have used it.
+# buffers: `full` ends round n // BUFFERS when tile n has arrived, and `empty` when both warpgroups have used it. A wait
+# names the parity of the round that must be over; one before the first counts as over. For tiles 0 1 2 3 4:
+#
+#     the copying warp waits on `empty`   1 1 0 0 1    for round n // BUFFERS - 1: the buffer is released
+#     warpgroups wait on `full`           0 0 1 1 0    for round n // BUFFERS: the tile is there
 
 @gluon_jit
 def _ring(box, BOXES: tl.constexpr):
@@ -1488,8 +1493,7 @@ def _ring(box, BOXES: tl.constexpr):
 
 @gluon_jit
 def _acquire(ring, n):
-    """The buffer for tile n, as soon as tile n - BUFFERS is released, and the barrier that waits for its bytes. (The
-    round before the first one counts as over.)"""
+    """The buffer for tile n, as soon as tile n - BUFFERS is released, and the barrier that waits for its bytes."""
     mbarrier.wait(ring.empty.index(n % BUFFERS), (n // BUFFERS + 1) % 2)
     tile, full = ring.tiles.index(n % BUFFERS), ring.full.index(n % BUFFERS)
     mbarrier.expect(full, TILE * tile.shape[-1] * 2)
@@ -1544,15 +1548,16 @@ def _copy_tile(box, a, b, kv_head, ring, n):
 def _compute(out, q, k, v, batch, scale, out_token, out_head, HALF: tl.constexpr, GROUP: tl.constexpr,
              WINDOW: tl.constexpr):
     """A warpgroup: the first or the second 64 rows of each item. It goes from the last tile of keys to the first one.
-    The tiles that need a mask come first, each by itself. Those before `full` need none, and the weighted sum is one
-    tile behind. (Under a window all tiles have a mask.)"""
+    The tiles that need a mask come first, each by itself. Those before `first_masked` need none, and the weighted
+    sum is one tile behind. (Under a window all tiles have a mask.)"""
     TOKENS: tl.constexpr = q.tiles.shape[1]
     PADDED: tl.constexpr = q.tiles.shape[2]
     DIM: tl.constexpr = q.tiles.shape[3]
-    ACC: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    ACC: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])  # wgmma; 4 x 1 warps of 16 x DIM x 16
     ROW: tl.constexpr = gl.SliceLayout(1, ACC)
-    WEIGHTS: tl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    LINES: tl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])  # 16 bytes for a thread
+    WEIGHTS: tl.constexpr = gl.DotOperandLayout(0, ACC, 2)  # the left factor, 2 numbers in a register
+    # Rows and columns of a thread (16 bytes), of a warp in threads, of the tensor in warps; columns are the inner axis.
+    LINES: tl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
     row = gl.arange(0, ROWS, layout=ROW)
     line, dim = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LINES)), gl.arange(0, DIM, layout=gl.SliceLayout(0, LINES))
     turn, n = 0, 0
@@ -1561,18 +1566,19 @@ def _compute(out, q, k, v, batch, scale, out_token, out_head, HALF: tl.constexpr
         my_q = _arrived(q, turn).slice(HALF * ROWS, ROWS)
         first = gl.minimum(item.position + HALF * (TOKENS // 2), item.seq_len - 1)
         last = gl.minimum(first + TOKENS // 2, item.seq_len) - 1
-        rows = Rows(my_q, gl.minimum(first + row // PADDED, last), batch.window)
+        rows = WarpRows(my_q, gl.minimum(first + row // PADDED, last), batch.window)
         sums = Sums(gl.zeros([ROWS, DIM], gl.float32, ACC), gl.full([ROWS], -float("inf"), gl.float32, ROW),
                     gl.zeros([ROWS], gl.float32, ROW))
         p = gl.zeros([ROWS, TILE], out.dtype.element_ty, WEIGHTS)
-        full = item.start if WINDOW else gl.minimum((first + 1) // TILE, item.stop - 1)
-        for i in range(item.stop - full):
+        first_masked = item.start if WINDOW else gl.minimum((first + 1) // TILE, item.stop - 1)
+        for i in range(item.stop - first_masked):
             if i > 0:
                 sums = _add(sums, p, _arrived(v, n - 1))
                 _release(v, n - 1)
             p, sums = _masked_tile(sums, rows, k, v, n, (item.stop - 1 - i) * TILE, item, scale, LINES, WINDOW)
             n += 1
-        for i in range(full - item.start):
+        # `sums` has the weights of this item's tiles before n, but the V of those before n - 1; p are n - 1's weights.
+        for i in range(first_masked - item.start):
             p, sums = _next_tile(p, sums, rows, k, v, n, scale)
             n += 1
         sums = _add(sums, p, _arrived(v, n - 1))

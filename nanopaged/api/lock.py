@@ -26,15 +26,20 @@ from typing import Any, Callable, Iterator
 class StepLock:
     """`with lock:` is for callers that need no step, `with lock.run_until(..):` for callers that compute steps.
     RuntimeError for a call from within a step (the lock is not reentrant), in a forked process, and once the LLM is
-    closed."""
+    closed. A thread waits at its **gate**, a locked lock of its own that opens when the thread has got `lock`:
+
+        no thread has `lock`    acquire: enter a gate in `waiters`; _serve takes `lock`; _pass finds and opens the gate
+        another thread has it   acquire: enter a gate; _serve finds `lock` taken; wait at the gate
+                                the other's release: _pass opens the gate; `lock` stays locked, it changes hands
+        waiters.pop(gate)       succeeds once: in _pass, then the thread has `lock`; or in acquire, then it gives up
+        interrupts              are held from acquire to the release of the same thread, but for its wait at the gate
+    """
 
     def __init__(self) -> None:
         self.process, self.is_closed = os.getpid(), False
         self.lock = threading.Lock()  # stays locked while threads pass it on
         self.owner: int | None = None  # the thread that holds it; each thread asks for itself only
-        # For each waiting thread, in the order of arrival: a lock that is released when the thread gets the engine's
-        # lock, and the function that tells whether its result has arrived. An entry belongs to the thread that pops it.
-        self.waiters: dict[Any, Callable[[], bool]] = {}
+        self.waiters: dict[Any, Callable[[], bool]] = {}  # gates, the oldest first -> whether the result has arrived
         self.deferred: deque[Callable[[], object]] = deque()
         self.interrupts = Interrupts()
 

@@ -1,6 +1,6 @@
 """Cascade attention: several sequences read what they have in common together. An addition to the decode of chapter 1.
 
-Samples of one prompt, chats with one system prompt and the rows of a sequence with drafts have tables that begin with
+Samples of one prompt, chats with one system prompt and the places of a sequence with drafts have tables that begin with
 the same blocks. Attention would read the K and V of these blocks once for each of them. But a program can compute a
 tile of keys with the queries of several sequences (Juravsky et al. 2024, Hydragen; Ye et al. 2024, cascade attention in
 FlashInfer). The splits of a context, which decode has anyway, join both parts:
@@ -12,7 +12,7 @@ FlashInfer). The splits of a context, which decode has anyway, join both parts:
     D          | 0  0  1  1 | 2  2  3  3 | 4        merge:         as for any context in splits
     E          | 0  0  1  1 | 2  2  3  3 | 4
 
-                                        first sequence   how many   first token   end
+                                        first place      how many   first token   end
     the entries of the prefix launch    0 (A)            2          0             320
                                         2 (C)            3          0             256
                                         3 (D)            2          256           512
@@ -33,12 +33,12 @@ from typing import Any
 from nanopaged import engine, kernel, tiles
 from nanopaged.tiles import widest_window
 
-# An entry must spare attention so many tokens (more, if a step would have too many entries). Another launch and the
-# merge take a few microseconds, in which an H200 reads K and V of some 4,000 tokens of a layer (with 8 kv heads of
-# 128).
+# An entry must spare attention so many tokens (more, if a step had too many entries). Another launch and the merge take
+# a few microseconds, in which an H200 reads K and V of some 4,000 tokens of a layer (with 8 kv heads of 128).
 LEAST_TOKENS = 4096
 
-Batch = list[tuple[engine.Sequence, int]]  # (sequence, number of its new tokens: in decode 1 plus its drafts)
+Batch = list[tuple[engine.Sequence, int]]  # (sequence, number of its places in the step: 1 plus its drafts)
+Entry = tuple[int, int, int, int]  # first place, number of places, first token, end
 
 
 class Cascade:
@@ -53,7 +53,7 @@ class Cascade:
     def __init__(self, block_size: int, tile_n: int, group: int, most_columns: int = tiles.MAX_PREFIX_COLUMNS,
                  least_tokens: int = LEAST_TOKENS):
         self.block_size, self.tile_n, self.group, self.least_tokens = block_size, tile_n, group, least_tokens
-        self.most_rows = most_columns // group
+        self.most_places = most_columns // group
         self.batch: Batch = []  # the last one
         self.tables: list[list[int]] = []  # its block tables
         self.num_steps = 0  # until the next search, if the batch stays the same
@@ -62,67 +62,72 @@ class Cascade:
 
     def find(self, decoding: Batch) -> tuple[Batch, list[int], list[int], int]:
         """The decoding sequences in the order of a step, the entries one after another, the number of common tokens of
-        each row, and the columns of a tile of queries; nothing of these if nothing is worth an entry."""
+        each place, and the columns of a tile of queries; nothing of these if nothing is worth an entry."""
         tables = [seq.block_table for seq, _ in decoding]
         self.num_steps -= 1
         # A sequence that starts over, after a step that failed, has another list, even with the same blocks in it.
         if decoding != self.batch or any(map(operator.is_not, tables, self.tables)) or self.num_steps <= 0:
             self.batch, self.tables, self.num_steps = decoding, tables, self.tile_n
             self.found = decoding, [], [], 0
-            if len({seq.block_table[0] for seq, _ in decoding}) < sum(num_rows for _, num_rows in decoding):
+            if len({seq.block_table[0] for seq, _ in decoding}) < sum(num_places for _, num_places in decoding):
                 self._search(decoding)
         return self.found
 
     def _search(self, decoding: Batch) -> None:
-        self.splits = {seq: self._splits(seq, num_rows) for seq, num_rows in decoding}
-        # Search again when a split length may change: a sequence of n rows grows by up to n tokens in a step.
+        self.splits = {seq: self._splits(seq, num_places) for seq, num_places in decoding}
+        # Search again when a split length may change: a sequence with n places grows by up to n tokens in a step.
         self.num_steps = min(self.tile_n, *(1 + (tiles.longest_with(self.splits[seq][0]) - seq.num_computed_tokens)
-                                            // num_rows for seq, num_rows in decoding))
-        least, entries = self.least_tokens, [0] * (4 * tiles.MOST_ENTRIES + 1)
-        while len(entries) > 4 * tiles.MOST_ENTRIES:
-            order: Batch = []
-            entries, num_common = [], list[int]()
-            self._share(decoding, 0, 0, least, order, entries, num_common)
+                                            // num_places for seq, num_places in decoding))
+        least = self.least_tokens
+        order, entries, num_common = self._share(decoding, 0, 0, least)
+        while len(entries) > tiles.MOST_ENTRIES:
             least *= 2
+            order, entries, num_common = self._share(decoding, 0, 0, least)
         if entries:
-            self.found = order, entries, num_common, tiles.prefix_columns(max(entries[1::4]), self.group)
+            columns = tiles.prefix_columns(max(num_places for _, num_places, _, _ in entries), self.group)
+            self.found = order, [number for entry in entries for number in entry], num_common, columns
 
-    def _splits(self, seq: engine.Sequence, num_rows: int) -> tuple[int, int]:
-        """(tokens per split, tokens that all rows of a sequence see); 0 tokens if the rows' splits differ in length."""
-        lens = seq.num_computed_tokens - num_rows + 1, seq.num_computed_tokens
+    def _splits(self, seq: engine.Sequence, num_places: int) -> tuple[int, int]:
+        """(tokens per split, tokens that all places of a sequence see); 0 tokens if their splits differ in length."""
+        lens = seq.num_computed_tokens - num_places + 1, seq.num_computed_tokens
         first, last = (tiles.split_length(length, self.tile_n) for length in lens)
         return last, lens[0] if first == last else 0
 
-    def _share(self, batch: Batch, depth: int, covered: int, least: int, order: Batch, entries: list[int],
-               num_common: list[int]) -> None:
-        """Append the batch's rows to `order` and `num_common`, and their entries, outer ones before inner ones. The
-        rows have `depth` blocks in common, and outer entries cover `covered` tokens. An entry with inner ones ends with
-        a whole split, others with a whole tile."""
-        parts: dict[tuple[int, ...], Batch] = {}
-        for seq, num_rows in batch:
+    def _share(self, batch: Batch, depth: int, covered: int, least: int) -> tuple[Batch, list[Entry], list[int]]:
+        """(the batch in a new order, its entries, each place's common tokens); entries count places from its first. The
+        sequences have `depth` blocks in common, and outer entries cover `covered` tokens. In the drawing, blocks of 64:
+
+            batch        depth  covered    parts         entries                               common tokens
+            A B C D E    0      0          A B, C D E    0 2 0 320, 2 3 0 256, 3 2 256 512     320 320 256 512 512
+            A B          5      256        A, B          none: that of A B ends with a tile    256 256
+            C D E        4      256        C, D E        1 2 256 512: outer ends with a split  256 512 512
+        """
+        parts: dict[tuple[int, ...], Batch] = {}  # by split length and next block; (): not all their places see it
+        for seq, num_places in batch:
             split_len, num_tokens = self.splits[seq]
             key: tuple[int, ...] = (split_len, seq.block_table[depth]) if depth * self.block_size < num_tokens else ()
-            parts.setdefault(key, []).append((seq, num_rows))
+            parts.setdefault(key, []).append((seq, num_places))
+        order, entries = [], []
+        num_common: list[int] = []
         for key, part in parts.items():
-            num_rows = sum(rows for _, rows in part)
-            if not key or num_rows == 1:
+            place, num_places = len(num_common), sum(num for _, num in part)
+            if not key or num_places == 1:
                 order += part
-                num_common += [covered] * num_rows
+                num_common += [covered] * num_places
                 continue
-            tables = [seq.block_table for seq, _ in part]
-            same = len(os.path.commonprefix(tables))  # any lists: it compares the least and the largest
-            end = min(same * self.block_size, *(self.splits[seq][1] for seq, _ in part)) // self.tile_n * self.tile_n
-            whole, is_worth = end // key[0] * key[0], (num_rows - 1) * (end - covered) >= least
-            row, at = len(num_common), len(entries)
-            self._share(part, same, whole if is_worth else covered, least, order, entries, num_common)
-            if len(entries) > at:
-                end = whole
-            elif is_worth:
-                num_common[row:] = [end] * num_rows
-            if is_worth and end > covered:
-                own = [(row + i, min(self.most_rows, num_rows - i), covered, end)
-                       for i in range(0, num_rows, self.most_rows)]
-                entries[at:at] = [number for entry in own for number in entry]
+            same = len(os.path.commonprefix([seq.block_table for seq, _ in part]))  # of any lists
+            num_tokens = min(same * self.block_size, *(self.splits[seq][1] for seq, _ in part))
+            end_of_tile, end_of_split = num_tokens - num_tokens % self.tile_n, num_tokens - num_tokens % key[0]
+            pays = (num_places - 1) * (end_of_tile - covered) >= least
+            part, inner, common = self._share(part, same, end_of_split if pays else covered, least)
+            end = end_of_split if inner else end_of_tile  # an inner entry begins with a split
+            if pays and end > covered:
+                entries += [(place + first, min(self.most_places, num_places - first), covered, end)
+                            for first in range(0, num_places, self.most_places)]
+            entries += [(place + first, num, start, end) for first, num, start, end in inner]
+            order += part
+            num_common += [end] * num_places if pays and not inner else common
+        return order, entries, num_common
 
 
 def pick(runner: Any, disable: bool | None) -> Cascade | None:

@@ -1,27 +1,27 @@
 """Drafts: several tokens of a sequence in one step (speculative decoding; Leviathan et al. 2023).
 
 A decode step reads all weights for one token of each sequence. Computing a few tokens more takes hardly longer while
-the batch is small. So the next tokens are guessed, and the step computes the guesses along, each in a row of its own.
-Every row samples a token: the first row the one after the known text, the others those after the guesses.
+the batch is small. So the next tokens are guessed, and the step computes the guesses along, each in a place of its
+own. Every place samples a token: the first one the token after the known text, the others those after the guesses.
 
     known text          to be or not            guessed     to be ,       (found earlier in the text: "not to be ,")
 
-    row     input       samples
-    0       not         to          the guess was right, so row 1 has computed the text
+    place   input       samples
+    0       not         to          the guess was right, so place 1 has computed the text
     1       to          be          right again
     2       be          or          guessed was ",": the text goes on with "or"
     3       ,           ...         void, because its input is not the text
 
 This step has appended three tokens, "to be or". **The text is the same as without drafts**: a token's random number
-depends on seed and position alone (nanopaged/device/sampler.py), so each row samples what a later step would have
+depends on seed and position alone (nanopaged/device/sampler.py), so each place samples what a later step would have
 sampled, and no rejection sampler is needed. (In float32. In bfloat16 steps of different sizes round differently, with
-drafts or without.) The K and V of wrong guesses lie behind the text's end: no row attends there, later steps write
+drafts or without.) The K and V of wrong guesses lie behind the text's end: no place attends there, later steps write
 these slots again, and the prefix cache never gets them, because only known tokens are part of a key.
 
-The rows of a sequence share its block table, and each attends to one token more than the row before it. That is right
-because every layer writes all K and V before it attends. Each row reads the context's K and V, which a chunk of the
-same tokens would read once, and still takes less time. On an H200 attention of 6 rows and of a chunk of 6 takes 7 us
-and 22 us at a context of 512, 234 us and 1,990 us at 65,536, 189 us and 260 us for 8 contexts of 8,192 tokens.
+The places of a sequence share its block table, and each attends to one token more than the place before it. That is
+right because every layer writes all K and V before it attends. Each place reads the context's K and V, which a chunk of
+the same tokens would read once, and still takes less time. On an H200 attention of 6 places and of a chunk of 6 takes 7
+us and 22 us at a context of 512, 234 us and 1,990 us at 65,536, 189 us and 260 us for 8 contexts of 8,192 tokens.
 
 **Drafts pay or rest.** A sequence that drafts cannot be planned ahead (lookahead, engine.py), because its guesses
 begin after the token that is sampled now. So it drafts only while its guesses come true. A resting sequence guesses,
@@ -64,18 +64,18 @@ class Ngram:
 
     def __init__(self, longest: int = 4, shortest: int = 2):
         self.longest, self.shortest = longest, shortest
-        self.places: dict[tuple[int, ...], int] = {}  # some tokens -> the position after their last occurrence
-        self.num_read = 0  # positions that are in `places`
+        self.positions: dict[tuple[int, ...], int] = {}  # some tokens -> the position after their last occurrence
+        self.num_read = 0  # tokens that were read into it
         self.found: int | None = None  # where the last guess begins
 
     def propose(self, token_ids: list[int], k: int) -> list[int]:
         end = min(len(token_ids), self.num_read + READ_AT_ONCE)
-        for place in range(self.num_read, end):
-            for n in range(self.shortest, min(self.longest, place) + 1):
-                self.places[tuple(token_ids[place - n:place])] = place
+        for position in range(self.num_read, end):
+            for n in range(self.shortest, min(self.longest, position) + 1):
+                self.positions[tuple(token_ids[position - n:position])] = position
         self.num_read = end
         for n in range(self.longest, self.shortest - 1, -1):
-            self.found = self.places.get(tuple(token_ids[-n:]))
+            self.found = self.positions.get(tuple(token_ids[-n:]))
             if self.found is not None:
                 followed = token_ids[self.found:self.found + k]
                 return (followed * k)[:k]  # what ends too soon is the period of a text that repeats itself now
@@ -127,8 +127,14 @@ class Drafter:
 
 
 class DraftSequence(engine.Sequence):
-    """A text with drafts. While they are undecided, the next input is not known yet: it is the token after the last
-    right draft."""
+    """A text with drafts. While they are undecided, the next input is unknown: the token after the last right draft. A
+    text of 10 tokens, with the drafts x y z (the step after these computes q at position 11, over y's K and V):
+
+                                      num_computed_tokens   num_pending_tokens   sampled positions
+        scheduled with token 9        13                    4                    10 11 12 13
+        token at 10 is x: right       13                    3                    11 12 13
+        token at 11 is q, not y       11                    0                    12 13 not pending: `update` skips them
+    """
     drafter: Drafter
     drafts: Sequence[int] = ()  # in a scheduled step, those that are not decided yet
 
@@ -140,8 +146,7 @@ class DraftSequence(engine.Sequence):
         return num_new
 
     def append(self, token: int) -> None:
-        """Append the token sampled in place of the first undecided draft. After a wrong draft the other samples under
-        way continue another text, and K and V from the draft's position on belong to that text."""
+        """Append the token sampled for the first undecided draft's position. What follows a wrong draft is void."""
         end, is_right = len(self.token_ids), True
         if self.drafts:
             draft, *self.drafts = self.drafts
@@ -199,11 +204,11 @@ class DraftingScheduler(engine.Scheduler):
             drafts.pop()
         seq.drafts, num_drafts = drafts, len(drafts)  # none: those of a step that was undone are gone
         if drafts:
-            place = step.sampled.index(seq) + 1
+            after = step.sampled.index(seq) + 1
             step.num_tokens[index] += num_drafts
             step.budget -= num_drafts
-            step.sampled[place:place] = [seq] * num_drafts  # the token after each draft
-            step.positions[place:place] = range(end + 1, end + num_drafts + 1)
+            step.sampled[after:after] = [seq] * num_drafts  # the token after each draft
+            step.positions[after:after] = range(end + 1, end + num_drafts + 1)
             step.may_plan_ahead = False
             seq.num_computed_tokens += num_drafts
             seq.num_pending_tokens += num_drafts
@@ -211,7 +216,7 @@ class DraftingScheduler(engine.Scheduler):
 
 
 class DraftInput(StepInput):
-    """A step with drafts: a sequence's last token and its drafts are a row each."""
+    """A step with drafts: a sequence's last token and its drafts have a place each."""
 
     @staticmethod
     def is_decode(seq: engine.Sequence, num_tokens: int) -> bool:
@@ -219,8 +224,8 @@ class DraftInput(StepInput):
 
     @staticmethod
     def input_id(seq: engine.Sequence, position: int) -> int:
-        place, drafts = position - len(seq.token_ids), drafts_of(seq)
-        return drafts[place] if drafts and place >= 0 else StepInput.input_id(seq, position)
+        index, drafts = position - len(seq.token_ids), drafts_of(seq)
+        return drafts[index] if drafts and index >= 0 else StepInput.input_id(seq, position)
 
 
 class Drafting:

@@ -18,7 +18,7 @@ from nanopaged import kernel, model
 
 
 class ShortLastLayer(model.Layer):
-    """`model.LastLayer` in less time: [T, D] -> [rows, D]."""
+    """`model.LastLayer` in less time: [T, D] -> [logit rows, D]."""
 
     def forward(self, x: Tensor, rope: Tensor | None, batch: model.Batch, cache: model.LayerCache,
                 kernels: kernel.Kernels) -> Tensor:
@@ -28,8 +28,8 @@ class ShortLastLayer(model.Layer):
 
     def attention(self, x: Tensor, rope: Tensor | None, batch: model.Batch, cache: model.LayerCache,
                   kernels: kernel.Kernels) -> Tensor:
-        """Write the K and V of all tokens, then return the attention of some rows: [T, D] -> [rows, D]."""
-        attention = partial(attend_with_rows, kernels.attention, batch.logits_indices)
+        """Write the K and V of all tokens, then return the attention of some: [T, D] -> [logit rows, D]."""
+        attention = partial(attend_for_tokens, kernels.attention, batch.logits_indices)
         return super().attention(x, rope, batch, cache, kernels._replace(attention=attention))
 
 
@@ -40,25 +40,25 @@ def select_rows(x: Tensor, batch: model.Batch) -> Tensor:
     return x if batch.logits_indices is None else x.index_select(0, batch.logits_indices)
 
 
-def attend_with_rows(attention: Callable[..., Tensor], rows: Tensor | None, q: Tensor, k_cache: Tensor, v_cache: Tensor,
-                     block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor, scale: float, *,
-                     sampling_places: Tensor | None = None, **options: Any) -> Tensor:
-    """`attention` of q[rows], or of q if rows is None. rows: the last row of each sequence in sampling_places, then
-    the rows that predict prompt tokens whose log probabilities are wanted."""
+def attend_for_tokens(attention: Callable[..., Tensor], tokens: Tensor | None, q: Tensor, k_cache: Tensor,
+                      v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor, scale: float, *,
+                      sampling_places: Tensor | None = None, **options: Any) -> Tensor:
+    """`attention` of q[tokens], or of q if tokens is None. tokens: indices into the flat batch, first the last token of
+    each sequence in sampling_places, then those that predict prompt tokens whose log probabilities are wanted."""
     caches = k_cache, v_cache
-    attend_with_all = partial(attention, q, *caches, block_tables, seq_lens, query_start_loc, scale, **options)
-    if rows is None:
-        return attend_with_all()
-    if not len(rows):
+    attend_for_all = partial(attention, q, *caches, block_tables, seq_lens, query_start_loc, scale, **options)
+    if tokens is None:
+        return attend_for_all()
+    if not len(tokens):
         return q[:0]
     if sampling_places is None or not len(sampling_places) or options["max_query_len"] == 1:
-        return attend_with_all().index_select(0, rows)  # rows of prompts alone, or one token of each sequence
-    # The last row of each sequence that samples attends as a decode of one token.
-    last_rows, others = rows[:len(sampling_places)], rows[len(sampling_places):]
+        return attend_for_all().index_select(0, tokens)  # tokens of prompts alone, or one of each sequence
+    # The last token of each sequence that samples attends as a decode of one token.
+    last_tokens, others = tokens[:len(sampling_places)], tokens[len(sampling_places):]
     seq_lens, block_tables = seq_lens.index_select(0, sampling_places), block_tables.index_select(0, sampling_places)
     # A CUDA graph's padding has length 0 and stands at the end; it gets no query.
     starts = torch.arange(len(seq_lens) + 1, dtype=torch.int32, device=seq_lens.device)
     starts = torch.minimum(starts, (seq_lens > 0).sum(dtype=torch.int32))
     as_decode: dict[str, Any] = dict(max_query_len=1, num_decodes=None, query_tiles=None, cascade=None, shared={})
-    o = attention(q.index_select(0, last_rows), *caches, block_tables, seq_lens, starts, scale, **options | as_decode)
-    return torch.cat([o, attend_with_all().index_select(0, others)]) if len(others) else o
+    o = attention(q.index_select(0, last_tokens), *caches, block_tables, seq_lens, starts, scale, **options | as_decode)
+    return torch.cat([o, attend_for_all().index_select(0, others)]) if len(others) else o

@@ -108,13 +108,16 @@ class Router:
                  for one in self.schedulers if self.queue.waiting and len(one.running) < one.max_num_seqs}
         while self.queue.waiting:
             seq = self.queue.waiting[0]
-            costs = {one: (load + seq.num_tokens - hit.num_tokens, -one.block_manager.num_free_blocks)
-                     for one, load in loads.items() if has_room(one, load) and (hit := one.block_manager.plan(seq))}
+            hits = {one: one.block_manager.plan(seq) for one, load in loads.items() if has_room(one, load)}
+            costs = {one: (loads[one] + seq.num_tokens - hit.num_tokens, -one.block_manager.num_free_blocks)
+                     for one, hit in hits.items() if hit is not None}
             if costs:
                 best = min(costs, key=costs.__getitem__)
                 loads[best], _ = costs[best]
-            elif seq.order > yields_to(best := max(self.schedulers, key=yields_to)):
-                break
+            else:
+                best = max(self.schedulers, key=yields_to)  # there the last running sequence is the least urgent
+                if seq.order > yields_to(best):
+                    break
             best.add(self.queue.waiting.pop(0))
 
 
@@ -125,5 +128,6 @@ def has_room(one: engine.Scheduler, load: int) -> bool:
 
 
 def yields_to(one: engine.Scheduler) -> tuple:
-    """A sequence that is earlier in the order preempts the last running one, and none that waits does so already."""
+    """A sequence placed here runs at once, at the cost of the last running one, if its order is smaller than this: none
+    that waits here comes before it then. With no sequence here this is (), which is smaller than every order."""
     return min((seq.order for seq in one.waiting[:1] + one.running[-1:]), default=())

@@ -26,9 +26,9 @@ def decoding(table, seq_len, num_drafts=0):
 
 
 def found(finder, batch):
-    """Entries as [first row, rows, first token, end], after a check against the tables: the rows of an entry hold the
-    same blocks in its tiles, their splits have one length, and each row's common tokens are those of its entries, from
-    token 0 on. A row's entries meet at the ends of splits."""
+    """Entries as [first place, places, first token, end], after a check against the tables: the places of an entry have
+    the same blocks in its tiles, their splits have one length, and each place's common tokens are those of its entries,
+    from token 0 on. A place's entries meet at the ends of splits."""
     order, numbers, num_common, columns = finder.find(batch)
     assert sorted(map(id, (seq for seq, _ in order))) == sorted(map(id, (seq for seq, _ in batch)))
     rows = [(seq, seq.num_computed_tokens - count + 1 + i) for seq, count in order for i in range(count)]
@@ -37,7 +37,7 @@ def found(finder, batch):
     covered = [0] * len(rows)
     for first, count, start, end in sorted(entries, key=lambda entry: entry[2]):
         members = rows[first:first + count]
-        assert 1 <= len(members) == count <= finder.most_rows and start < end
+        assert 1 <= len(members) == count <= finder.most_places and start < end
         [length] = {tiles.split_length(seq_len, finder.tile_n) for _, seq_len in members}
         assert start % length == end % finder.tile_n == 0
         assert end <= min(seq_len for _, seq_len in members) and count * finder.group <= columns
@@ -46,7 +46,7 @@ def found(finder, batch):
             assert covered[row] == start
             covered[row] = end
     assert not entries or covered == num_common
-    assert bool(columns) == bool(entries) and columns <= max(16, finder.most_rows * finder.group)
+    assert bool(columns) == bool(entries) and columns <= max(16, finder.most_places * finder.group)
     return entries, [seq for seq, _ in order]
 
 
