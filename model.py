@@ -190,8 +190,8 @@ class Layer(nn.Module):
 
 
 class LastLayer(Layer):
-    """Returns only the rows whose logits are read, [rows, D]: as a rule the last row of each sequence that samples. The
-    text already has the token that any other row would predict, and a row of logits takes vocab_size numbers."""
+    """Returns only the tokens whose logits are read, [R, D]: as a rule the last one of each sequence that samples. The
+    text already has what any other token would predict, and a logit row takes vocab_size numbers."""
 
     def forward(self, x: Tensor, rope: Tensor | None, batch: Batch, cache: LayerCache, kernels: Kernels) -> Tensor:
         x = super().forward(x, rope, batch, cache, kernels)

@@ -108,9 +108,7 @@ class Workers:
 
     def _fail(self, rank: int, error: Exception | None = None) -> None:
         """Kill all workers, because the one of this rank has died, or for this error."""
-        self.errors.setdefault(rank, error)
-        if error:
-            self.errors[rank] = error
+        self.errors[rank] = error or self.errors.get(rank)
         self.failed.set()
         for process in self.processes.values():
             process.kill()
