@@ -75,6 +75,13 @@ def share_gpu():
         setattr(*patch)
 
 
+def worker_on_this_gpu(command, **options):
+    """subprocess.Popen, whose worker computes on the GPU of rank 0."""
+    if command[0] != "sh":
+        command[-1] = f"from {__name__} import share_gpu; share_gpu(); {command[-1]}"
+    return subprocess.Popen(command, **options)
+
+
 class ForkedWorker:
     """The part of subprocess.Popen that workers.py uses, and the guard as it is."""
 

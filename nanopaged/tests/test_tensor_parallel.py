@@ -37,12 +37,14 @@ needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a 
 
 
 @pytest.fixture(autouse=True)
-def forked_workers(monkeypatch, request):
-    monkeypatch.setattr(workers, "Popen", forked.ForkedWorker)
-    is_alone = "gpu" in request.node.name and torch.cuda.device_count() == 1
-    monkeypatch.setattr(forked, "FAULT", "share_gpu" if is_alone else "")
-    for patch in forked.on_one_gpu() if is_alone else ():
-        monkeypatch.setattr(*patch)
+def workers_of_a_test(monkeypatch, request):
+    """Forked ones, or on a machine with one GPU ones that share it."""
+    monkeypatch.setattr(forked, "FAULT", "")
+    if "gpu" not in request.node.name:
+        monkeypatch.setattr(workers, "Popen", forked.ForkedWorker)
+    elif torch.cuda.device_count() == 1:
+        for patch in (*forked.on_one_gpu(), (workers, "Popen", forked.worker_on_this_gpu)):
+            monkeypatch.setattr(*patch)
 
 
 def split(model="qwen3", size=2, **options):
