@@ -146,9 +146,8 @@ def test_the_chapters_and_the_ring_alone(tmp_path):
     (tmp_path / "kernel.py").write_text(text[:text.index("# Between the products")].rpartition("\n# ---")[0] + "\n")
     shutil.copytree(ROOT / "nanopaged", tmp_path / "nanopaged", ignore=shutil.ignore_patterns(
         "features", "test_*.py", "__pycache__"))
-    on_a_cpu = os.environ | dict(CUDA_VISIBLE_DEVICES="")  # on a GPU the kernels would be compiled again
     run = [subprocess.Popen([sys.executable, *words], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                            text=True, env=on_a_cpu) for words in (
+                            text=True) for words in (
         ["-m", "pytest", "-q", "-p", "no:cacheprovider", "test_paged.py"],
         ["engine.py", *PROMPT, "--temperature", "0", "--enforce-eager", "--device", "cpu"])]
     outputs = [process.communicate()[0] for process in run]
