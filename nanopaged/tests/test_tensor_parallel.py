@@ -33,7 +33,9 @@ from nanopaged.tests.helpers import GOLDEN, GREEDY, PROMPT, assert_golden, compl
 from nanopaged.weights.checkpoint import read_config, read_tensors
 from nanopaged.weights.families import read_model_config
 
-needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+NUM_GPUS = torch.cuda.device_count()
+needs_a_gpu = pytest.mark.skipif(not NUM_GPUS, reason="needs a GPU")  # for both ranks, which is slow, or two
+needs_two_gpus = pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +44,7 @@ def workers_of_a_test(monkeypatch, request):
     monkeypatch.setattr(forked, "FAULT", "")
     if "gpu" not in request.node.name:
         monkeypatch.setattr(workers, "Popen", forked.ForkedWorker)
-    elif torch.cuda.device_count() == 1:
+    elif NUM_GPUS == 1:
         for patch in (*forked.on_one_gpu(), (workers, "Popen", forked.worker_on_this_gpu)):
             monkeypatch.setattr(*patch)
 
@@ -84,9 +86,10 @@ def test_two_ranks_compute_what_transformers_computes(monkeypatch, variant):
     dict(num_blocks=14, swap_space=0.01, lookahead=1), dict(max_num_batched_tokens=5),
     dict(lookahead=1, enable_prefix_caching=False), dict(size=4), dict(model="mistral", num_blocks=14),
     dict(kv_cache_dtype="fp8"), *(
-        pytest.param(dict(device="cuda", block_size=16) | more, marks=needs_a_gpu, id=f"gpu {more}")
-        for more in (dict(), dict(num_blocks=5, swap_space=0.01), dict(num_blocks=5, graphs=True),
-                     dict(max_num_batched_tokens=20, graphs=True)))], ids=str)
+        pytest.param(dict(device="cuda", block_size=16) | more, marks=marks, id=f"gpu {more}") for more, marks in (
+            (dict(), needs_two_gpus), (dict(num_blocks=5, swap_space=0.01), needs_two_gpus),
+            (dict(num_blocks=5, graphs=True), needs_a_gpu),
+            (dict(max_num_batched_tokens=20, graphs=True), needs_two_gpus)))], ids=str)
 def test_mixed_requests_generate_what_they_generate_on_one_device(options):
     """Chunks, prefix cache, n, penalties, log probabilities of both kinds, beams, preemptions of both kinds, a
     window, an fp8 cache. With four ranks each kv head is on two."""
@@ -355,7 +358,7 @@ def test_nccl_connects_by_a_file_without_a_name_and_ends_once(monkeypatch, tmp_p
 on_gpus = partial(split, device="cuda", block_size=16)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@needs_two_gpus
 def test_gpu_outputs_over_nccl_where_the_cards_cannot_read_each_other(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "import torch\ntorch.cuda.can_device_access_peer = lambda *pair: False\n")  # in the worker, too
@@ -373,21 +376,21 @@ def test_gpu_outputs_over_nccl_where_the_cards_cannot_read_each_other(tmp_path):
     assert printed.splitlines() == [f"NcclPeers {expected}"] * 2
 
 
-@needs_a_gpu
-@pytest.mark.parametrize("variant, graphs", [("qwen3", True), ("gpt2", True), ("mistral", False), ("gpt2", False)])
+@pytest.mark.parametrize("variant, graphs", [
+    pytest.param("qwen3", True, marks=needs_a_gpu), pytest.param("mistral", False, marks=needs_a_gpu),
+    pytest.param("gpt2", True, marks=needs_two_gpus), pytest.param("gpt2", False, marks=needs_two_gpus)])
 def test_gpu_golden_models(variant, graphs):
     assert_golden(on_gpus(variant, graphs=graphs), variant, times=2)
 
 
-@needs_a_gpu
+@needs_two_gpus
 def test_gpu_bundled_model():
     for options in (dict(kv_cache_dtype="fp8"), dict(dtype="bfloat16", num_blocks=None, gpu_memory_utilization=0.2)):
         outputs = on_gpus("shakespeare", graphs=True, **options).generate(["ROMEO:", "JULIET:"] * 20)
         assert all(output.outputs[0].finish_reason in ("length", "stop") for output in outputs)
 
 
-@needs_a_gpu
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("graphs", [pytest.param(False, marks=needs_two_gpus), pytest.param(True, marks=needs_a_gpu)])
 def test_gpu_worker_that_is_killed_or_hangs_and_a_new_engine_afterwards(monkeypatch, graphs):
     monkeypatch.setattr(workers, "ANSWER_SECONDS", 5)
     for number, sentence in ((signal.SIGKILL, "was ended by signal 9"), (signal.SIGSTOP, "for 5 seconds"), (0, "")):
