@@ -233,7 +233,7 @@ class Core:
 
 def _recover(one: engine.Engine, error: BaseException, shortages: dict[Any, Any]) -> None:
     """Raise the error of an engine's step, unless a smaller one may succeed."""
-    recovery = default_feature("recovery", "a shortage of memory, which ends a call,")
+    recovery = default_feature("recovery", "a failed step, which ends the call that computed it,")
     if recovery is None:
         raise error
     recovery.recover(one, error, shortages)
