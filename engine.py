@@ -61,18 +61,18 @@ class Sequence:
         SWAPPED -> RUNNING     admitted: its blocks come back
         any     -> FINISHED    a stop token, max_len, a stop string, abort, error
 
-    **Cursors** count from the text's beginning, and each stands in front of the next token. `schedule` moves
-    num_computed_tokens on, and counts the token that the step samples as pending; `update` appends it. The text below
-    has a prompt of tokens 0 to 9, whose first block the prefix cache has (BlockManager says what a prefix key is):
+    **Cursors** are numbers of tokens from the text's beginning, so each is the index of the next token. `schedule`
+    moves num_computed_tokens on, and counts the token that the step samples as pending; `update` appends it. A prompt
+    of tokens 0 to 9 in blocks of 4, whose first block the prefix cache has:
 
-        at p it is admitted     at q 4 to 9 are scheduled     at r token 10 is appended     at s token 10 is scheduled
+        | 0  1  2  3 | 4  5  6  7 | 8  9  10 ..    num_computed_tokens   num_tokens (pending)   num_cached_blocks
+        admitted                                   4                     10 (0)                 1
+        4 to 9 are scheduled                       10                    11 (1)                 2
+        token 10 is appended                       10                    11 (0)                 2
+        token 10 is scheduled                      11                    12 (1)                 2
 
-        text, block_size 4     | 0   1   2   3 | 4   5   6   7 | 8   9  10  11
-        root                   pqrs                                               prefix key of no block
-        num_hit_tokens                         pqrs                               found: K and V are not written again
-        prefix_key                             p               qrs                of num_cached_blocks: 1, then 2
-        num_computed_tokens                    p                       qr  s      K and V are there after the steps
-        num_tokens                                                     p   qr  s  with num_pending_tokens: 0 1 0 1
+    num_hit_tokens stays 4: the K and V of these tokens were found, and are not written again. prefix_key stands for the
+    tokens of the num_cached_blocks first blocks, and root for no token (see BlockManager).
     """
     token_ids: list[int]  # prompt and generated tokens
     order: Order
@@ -221,28 +221,22 @@ class BlockManager:
         table = seq.block_table
         write_from = max(seq.num_computed_tokens, seq.num_hit_tokens)  # tokens that were found have K and V
         index = write_from // self.block_size
-        has_block = write_from < end and index < len(table)  # the table has the first block to write
+        has_block = write_from < end and index < len(table)  # the table has the block of the first token to write
         must_copy = has_block and self.ref_counts[table[index]] > 1
         num_missing = max(0, cdiv(end, self.block_size) - len(table))
         if num_missing + must_copy > len(self.free_queue):
             return False
-        if must_copy or has_block and table[index] in self.key_of_block:
-            self._make_writable(seq, index)
+        if must_copy:  # others hold it (copy-on-write)
+            block, table[index] = table[index], self._pop_free_block()
+            self.step.copies.append((block, table[index]))
+            self._decref(block)
+            seq.num_sent_blocks = min(seq.num_sent_blocks, index)  # the runner is sent the table from here on again
+        elif has_block and table[index] in self.key_of_block:
+            # Sample A filled and offered it, B shared its first half, A ended, B writes other tokens (see samples.py).
+            self.evict(table[index])
         if num_missing:
             table += [self._pop_free_block() for _ in range(num_missing)]
         return True
-
-    def _make_writable(self, seq: Sequence, index: int) -> None:
-        """A block that others hold is copied (copy-on-write). One of this sequence alone leaves the prefix cache:
-        sample A filled it, B shared its first half, A ended, and B now writes another second half (see samples.py)."""
-        block = seq.block_table[index]
-        if self.ref_counts[block] > 1:
-            seq.block_table[index] = copy = self._pop_free_block()
-            self.step.copies.append((block, copy))
-            self._decref(block)
-            seq.num_sent_blocks = min(seq.num_sent_blocks, index)  # the runner is sent the table from here on again
-        else:
-            self.evict(block)
 
     def cache_full_blocks(self, seq: Sequence) -> None:
         """Offer for sharing the blocks that the scheduled step fills. Their K and V are not computed yet. But a layer
@@ -377,15 +371,15 @@ class Scheduler:
         insort(self.waiting, seq, key=by_order)
 
     def schedule(self) -> SchedulerOutput:
-        """Walk `running` and `waiting` as one list, merged by order, and give out the token budget:
+        """Walk `running` and `waiting` as one list, merged by order, and give out the token budget. In the order A B C
+        D E, where C is more urgent than D and needs D's blocks:
 
-            order      1   2   3   4   5
-            running    A   B       D           A and B have been served: num_served is 2, and running[2] is D
-            waiting            C       E       C comes before D: C is admitted, and becomes running[2]
+            turn                            running    waiting   num_served
+            A and B get their tokens        A B D      C E       2            C comes before running[2]
+            D is preempted, C is admitted   A B C      D E       2            nobody served is ever preempted
+            C gets its tokens               A B C      D E       3            D waits, and the step admits no more
 
-        C is more urgent than D. (With equal priorities waiting sequences come after running ones.) If C needs room,
-        running sequences are preempted, the last one first, but never A or B. If C still does not fit, they stay
-        preempted, and the step admits no more. A sequence without new tokens is served, too."""
+        If C did not fit without D either, D would stay preempted. A sequence without new tokens is served, too."""
         step = self.block_manager.begin_step()
         step.budget = self.max_num_batched_tokens
         num_served, may_admit = 0, True
@@ -408,10 +402,10 @@ class Scheduler:
 
     def _admit(self, num_served: int, step: SchedulerOutput) -> bool:
         """Admit the first waiting sequence, preempting later ones if it needs a batch row or blocks. False: it must
-        wait. It was preempted in this step, or it has pending tokens, or running[:num_served] leave too little."""
+        wait: it was preempted in this step, it has pending tokens, or running[:num_served] leave too little."""
         seq = self.waiting[0]
         # Preempted in this step: the sequence that took its row or its blocks still has them.
-        # Preempted before: computing it again needs the ids of its pending tokens.
+        # Preempted before: computing it again needs the ids of its pending tokens (see Engine, lookahead).
         if seq in step.preempted or seq.num_pending_tokens:
             return False
         while len(self.running) >= self.max_num_seqs or not self.block_manager.admit(seq):
@@ -506,8 +500,8 @@ class Scheduler:
 
 class Engine:
     """The step loop. runner.launch(step) starts a step on the device and returns a function, which waits for the step
-    and gives a Sampled. With a lookahead of 0 (a CPU) `step` plans a step, launches it, reads it, and appends its
-    tokens.
+    and gives a Sampled. With a lookahead of 0 (a CPU, or enforce_eager) `step` plans a step, launches it, reads it, and
+    appends its tokens.
 
     **Lookahead.** A GPU is idle while the host plans, unless the next step is launched before the tokens of this one
     are read. With a lookahead of 1 (vLLM: async scheduling; SGLang: overlap scheduling):
@@ -518,7 +512,7 @@ class Engine:
     When step 2 is planned, the tokens that step 1 samples are pending: counted, but not known on the host. They stay on
     the device, where step 2 finds them. For a sequence that turns out to be finished, one token was computed in vain.
     Its blocks and its batch row are free at once, although a launched step still writes there. (The same holds after a
-    preemption or an abort.) That is safe: a step that reuses them is launched later, and runs later."""
+    preemption or an abort.) That is safe: a device runs steps in the order of their launches (one CUDA stream)."""
 
     def __init__(self, scheduler: Scheduler, runner: Any, lookahead: int = 0):
         self.scheduler, self.runner, self.lookahead = scheduler, runner, lookahead

@@ -61,9 +61,9 @@ from nanopaged.tiles import cdiv, make_query_tiles, programs_per_context
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
     """Attention of one sequence: q [query_len, num_heads, head_dim], k, v [num_keys, num_kv_heads, head_dim], visible
-    [query_len, num_keys]. The batch dimension is a head's place in its group, over which K and V are expanded. The
-    other way round, with heads of one batch sharing K and V, torch 2.11 computes wrong results on a GPU."""
-    group = q.shape[1] // k.shape[1]
+    [query_len, num_keys]. torch wants [batch, heads, tokens, head_dim]. With 4 heads and 2 kv heads it gets a batch of
+    2, the first heads of all groups and the second ones, and both read the same K and V."""
+    group = q.shape[1] // k.shape[1]  # with a group's heads side by side in a batch, torch 2.11 errs on a GPU
     heads = q.unflatten(1, (-1, group)).permute(2, 1, 0, 3)
     k, v = k.transpose(0, 1).expand(group, -1, -1, -1), v.transpose(0, 1).expand(group, -1, -1, -1)
     return F.scaled_dot_product_attention(heads, k, v, visible, scale=scale).permute(2, 1, 0, 3).flatten(1, 2)
@@ -692,13 +692,14 @@ def _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, RE
     column = tl.arange(0, sizes.TILE_M)
     q, _, out, valid = _load_queries(queries, keys, column, sizes)
     q, head, dim = tl.trans(q), queries.kv_head * sizes.GROUP + column % sizes.GROUP, tl.arange(0, sizes.DIM_PADDED)
-    # Column c is head c % GROUP of sequence seq + c // GROUP. But for prefix, the columns from GROUP on are padding.
+    # Columns: the GROUP heads of this sequence, then padding; with prefix those of each sequence of the entry. Of these
+    # num_columns, `begun` are those whose sums the prefix launch has stored, `complete` those that are stored now.
     seq = queries.seq.to(tl.int64) + column // sizes.GROUP
     at, num_columns = (seq * sizes.KV_HEADS * sizes.GROUP + head) * num_splits, sizes.GROUP * queries.num_tokens
     sums = _initial_sums(sizes.DIM_PADDED, sizes.TILE_M, sizes.TILE_M)  # of the split
     total = _initial_sums(sizes.DIM_PADDED, sizes.TILE_M, sizes.TILE_M)  # of the splits before it
     if RESUMES:
-        # The prefix launch may have stopped inside the split of `start`, a first program's first: go on from its sums.
+        # The prefix launch may have stopped inside a split, the first one here: go on from its sums.
         begun = column < tl.where(start % split_len > 0, num_columns, 0)
         sums = _load_sums(split_acc, split_sums, at + split, begun, dim, sizes.HEAD_DIM)
     block = _block_of(keys, start, sizes)

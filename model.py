@@ -191,7 +191,7 @@ class Layer(nn.Module):
 
 class LastLayer(Layer):
     """Returns only the tokens whose logits are read, [R, D]: as a rule the last one of each sequence that samples. The
-    text already has what any other token would predict, and a logit row takes vocab_size numbers."""
+    text already has the tokens that others would predict, and each logit row takes vocab_size numbers."""
 
     def forward(self, x: Tensor, rope: Tensor | None, batch: Batch, cache: LayerCache, kernels: Kernels) -> Tensor:
         x = super().forward(x, rope, batch, cache, kernels)

@@ -8,7 +8,6 @@ import itertools
 import math
 import os
 import random
-import re
 import subprocess
 import sys
 from collections import Counter
@@ -331,40 +330,29 @@ def test_what_steps_compute(options, before, prompts, steps):
 
 
 def test_the_cursors_of_a_sequence():
-    """The drawing has a mark where each cursor is at each of four moments, p to s."""
-    scheduler, drawing = engine.Scheduler(engine.BlockManager(9, 4), 4, 99), engine.Sequence.__doc__.splitlines()
+    """Each moment of the table in the docstring."""
+    scheduler, rows = engine.Scheduler(engine.BlockManager(9, 4), 4, 99), as_rows(engine.Sequence.__doc__, "| 0  1")
     before, seq = (engine.Sequence([*range(n)], engine.Order(0, n, 0), 20) for n in (4, 10))
     scheduler.add(before)
     scheduler.schedule()
     scheduler.finish(before, "abort")  # the prefix cache has its block
-    marks, others = {}, []
+    seen = []
 
-    def note(moment):
-        places = dict(root=0, num_hit_tokens=seq.num_hit_tokens, prefix_key=4 * seq.num_cached_blocks,
-                      num_computed_tokens=seq.num_computed_tokens, num_tokens=seq.num_tokens)
-        for name, place in places.items():
-            at = marks.setdefault(name, {})
-            at[place] = at.get(place, "") + moment
-        others.append((seq.prefix_key, seq.num_pending_tokens, seq.root))
+    def note():
+        seen.append([str(seq.num_computed_tokens), f"{seq.num_tokens} ({seq.num_pending_tokens})",
+                     str(seq.num_cached_blocks)])
+        assert seq.num_hit_tokens == 4 and seq.root == engine.ROOT and seq.prefix_key == seq.num_cached_blocks
 
     assert scheduler.block_manager.admit(seq)
-    note("p")
+    note()
     scheduler.run(seq)
     step = scheduler.schedule()
-    note("q")
+    note()
     scheduler.update(step, Sampled([20]))
-    note("r")
+    note()
     scheduler.schedule()
-    note("s")
-    top = next(i for i, line in enumerate(drawing) if "text, block_size 4" in line)
-    start = drawing[top].index("|")
-    for (name, places), line in zip(marks.items(), drawing[top + 1:]):
-        assert line.split()[0] == name
-        drawn = {(mark.start() - start) / 4: mark[0] for mark in re.finditer("[p-s]+", line[:start + 50])
-                 if mark.start() >= start}
-        assert drawn == places
-    assert others == [(1, 0, engine.ROOT), (2, 1, engine.ROOT), (2, 0, engine.ROOT), (2, 1, engine.ROOT)]
-    assert "num_cached_blocks: 1, then 2" in drawing[top + 3] and "num_pending_tokens: 0 1 0 1" in drawing[top + 5]
+    note()
+    assert seen == [row[1:] for row in rows[1:]]
 
 
 @pytest.mark.parametrize("shortage", [

@@ -1,8 +1,8 @@
 """The engine's core. LLM (llm.py) is its face for a caller, AsyncLLM (features/server/async_llm.py) for a server.
 
-The engine has no thread and no process of its own: a caller that waits for a result computes the steps, and these serve
-all requests (lock.py). If a step fails, its sequences start over, and that caller gets the error. `generate` and
-`stream` then abort their own requests; others are computed by the next caller. (The server ends all of its requests.)
+LLM has no thread of its own: a caller that waits for a result computes the steps, and these serve all requests
+(lock.py). If a step fails, its sequences start over, and that caller gets the error. `generate` and `stream` then abort
+their own requests; others are computed by the next caller. (A server has a thread, and ends all of its requests.)
 
     Core(options)    a checkpoint is read, and runners and engines are made of it (assemble.py)
     read_request     a prompt and its settings become a Request: checked, tokenised, a sequence for each sample

@@ -11,11 +11,11 @@ and returns a `LaunchedStep` (transfer.py), which the engine calls for the token
 **batch row**, its index in the tensors that stay on the device (rows.py). A step sends new tokens and changed entries.
 
 This file is the plain path: `python engine.py --enforce-eager --attention torch --prompt "ROMEO:"`. Other parts, most
-of them in nanopaged/features, replace it (those with a * unless enforce_eager is given):
+of them in nanopaged/features, replace plain ones. `enforce_eager` keeps the plain part where a * stands:
 
     plain part                replacement                                         when
-    attention, `pick`         Triton's (kernel.py); with it cascade.py            a GPU with Triton; --attention triton
-    Runner *                  GraphRunner: recorded steps, and a lookahead of 1   a GPU with Triton (graphs.py)
+    attention in torch        Triton's (kernel.py); with it cascade.py            a GPU with Triton; --attention triton
+    Runner *, `pick` *        GraphRunner: recorded steps, and a lookahead of 1   a GPU with Triton (graphs.py)
     modules of model.py *     ones with small kernels (fused.py)                  a GPU with Triton
     the last Layer *          one that skips tokens (last_layer.py)               always
     attention in torch *      one call for each query length (rectangles.py)      attention in torch
@@ -110,8 +110,8 @@ class Runner:
     def launch(self, step: engine.SchedulerOutput) -> LaunchedStep:
         """Launch a step: plan its sampling, launch the forward pass, launch sampling. Calling the result waits for the
         tokens. `launch` does not wait for a GPU, unless attention is in torch, which reads lengths on the host. On a
-        CPU the step is computed here. A grammar's mask needs the previous step's token on the host: such a step is
-        **late**, the next `launch` samples it. Sampling is therefore a function, ForwardPass.draw."""
+        CPU the step is computed here. Sampling is a function, ForwardPass.draw, because a **late** step is sampled by
+        the next `launch`: the mask of a grammar needs the previous step's token on the host."""
         while self.unsampled:
             self.unsampled.pop().sample()
         self.pool.move(step)

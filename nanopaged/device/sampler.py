@@ -1,8 +1,8 @@
 """Logits to tokens.
 
 A token is drawn as argmax(logits / temperature + noise). The noise is a hash of (seed, position, token id). The noise
-does not depend on a generator's state, so a request draws the same tokens alone or in any batch, before and after a
-preemption. What changes logits before that is in logits.py.
+does not depend on a generator's state, so from the same logits a request draws the same tokens alone or in any batch,
+before and after a preemption. What changes logits before that is in logits.py.
 """
 import struct
 from collections.abc import Callable, Iterable
@@ -77,13 +77,13 @@ def pick(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) ->
 def gumbel(seed: Tensor, position: Tensor, size: int) -> Tensor:
     """-log(-log(u)) for a uniform number u of each (seed, position, token): seeds [R] from `mix` -> [R, size].
 
-    SplitMix64's finalizer makes 64 bits of (seed, position). Hashed with the token they give v = 1 - u. Large noise
-    comes from u near 1, where float32 cannot tell u from 1, but v is near 0 and exact: log(u) is log1p(-v).
+    SplitMix64's finalizer makes 64 bits of (seed, position). A hash of these and of the token is v, a number in (0, 1),
+    and u = 1 - v. The noise is large where u is near 1. float32 would round u to 1, but keeps v: log(u) is log1p(-v).
     """
-    golden, *mix, low_1, low_2 = HASH
+    golden, factor_1, factor_2, low_1, low_2 = HASH
     x = seed + position * golden
-    x = (x ^ _shift(x, 30)) * mix[0]
-    x = (x ^ _shift(x, 27)) * mix[1]
+    x = (x ^ _shift(x, 30)) * factor_1
+    x = (x ^ _shift(x, 27)) * factor_2
     x = (x ^ _shift(x, 31))[:, None]
     hashed = (torch.arange(size, device=x.device) ^ x) & LOW_BITS
     hashed = (hashed ^ hashed >> 16) * low_1 & LOW_BITS

@@ -14,7 +14,7 @@ A sample that finds no free batch row forks later, from any sample that gets a t
 before that, the next one is queued, and computes the prompt again.
 
 When A has filled and offered a block, B shares its first half, and A ends, B writes the second half: then the prefix
-cache must not find the block by A's tokens any more (BlockManager._make_writable).
+cache must not find the block by A's tokens any more (BlockManager.allocate).
 
 A sample that shares another's blocks has not looked up their keys (PrefixHit.num_cached_blocks is 0). So the prefix
 cache may know such a block by a key that nothing finds any more, and `cache_full_blocks` then gives it a new one:
