@@ -73,7 +73,8 @@ class LaunchedStep:
         self.more_tokens: list[int] = self.logprobs.more_tokens if self.logprobs else []
         self.needs = SamplingNeeds.of(self.seqs, [batch.seq_lens[place] for place in self.places],
                                       runner.logits_steps.values(), bool(self.logprobs))
-        self.forward_pass: ForwardPass | None = None
+        self.forward_pass: ForwardPass | None = None  # launched and not sampled
+        self.tokens: Tensor | None = None  # on the device
         self.on_host: list[Tensor] = []
         self.done: torch.cuda.Event | None = None
 
@@ -88,15 +89,15 @@ class LaunchedStep:
     @on_its_device
     @torch.inference_mode()
     def sample(self) -> None:
-        """Sample, unless that has been done, and start copying the tokens to the host, with log probabilities if they
-        are wanted."""
+        """Launch sampling, and the copy of the tokens to the host, with log probabilities if they are wanted. Nothing
+        happens if that has been done."""
         if self.forward_pass is None:
             return
-        logits, tokens = self.forward_pass.logits, self.forward_pass.draw()
-        self.forward_pass = ForwardPass(lambda: tokens, logits)  # if a line below fails, a retry must not draw again
-        tensors = [tokens]
+        if self.tokens is None:  # else a line below has failed: the retry must not draw again
+            self.tokens = self.forward_pass.draw()
+        tensors = [self.tokens]
         if self.logprobs:
-            tensors += self.logprobs.tensors(self.runner.send, tokens, logits)
+            tensors += self.logprobs.tensors(self.runner.send, self.tokens, self.forward_pass.logits)
         self.on_host = [tensor.to("cpu", non_blocking=True, copy=True) for tensor in tensors]  # from a GPU: pinned
         if self.device.type == "cuda":
             self.done = torch.cuda.Event()
