@@ -79,7 +79,7 @@ class Sequence:
     max_len: int  # the sequence ends when it has this many tokens, prompt included
     stop_token_ids: frozenset[int] = frozenset()  # tokens that end it
     request_id: str = ""
-    sampling: Any = None  # what the runner wants to know about sampling (nanopaged/device); opaque here
+    sampling: Any = None  # what the runner wants to know about sampling (SequenceSampling); opaque here
     status: Status = Status.WAITING
     finish_reason: str | None = None
     stop_reason: int | str | None = None  # the stop token or stop string that ended it, or what went wrong
@@ -94,7 +94,7 @@ class Sequence:
     root: int | str = ROOT  # with a cache_salt, which only requests with the same one share
     row: int = -1  # its batch row in the runner's tensors while it runs
     num_sent_blocks: int = -1  # leading entries of its block table that the runner has; -1: the sequence is new there
-    finds_prefix: ClassVar[bool] = True  # False: a subclass wants the logits of all prompt tokens
+    finds_prefix: ClassVar[bool] = True  # False: the logits of all prompt tokens are wanted (logprobs.py)
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
@@ -232,7 +232,7 @@ class BlockManager:
             self._decref(block)
             seq.num_sent_blocks = min(seq.num_sent_blocks, index)  # the runner is sent the table from here on again
         elif has_block and table[index] in self.key_of_block:
-            # Sample A filled and offered it, B shared its first half, A ended, B writes other tokens (see samples.py).
+            # A filled it with efgh and offered it, B shared ef, A ended, and B goes on with xy (features/samples.py).
             self.evict(table[index])
         if num_missing:
             table += [self._pop_free_block() for _ in range(num_missing)]
@@ -261,7 +261,7 @@ class BlockManager:
         """Free the blocks, the last one first."""
         for block in reversed(seq.block_table):
             self._decref(block)
-        seq.block_table, seq.prefix_key = [], seq.root  # another list: by that, features see that a text starts over
+        seq.block_table, seq.prefix_key = [], seq.root  # a new list: edits.py and cascade.py compare its identity
         seq.num_computed_tokens = seq.num_cached_blocks = 0
         seq.num_sent_blocks = -1
 
@@ -500,7 +500,7 @@ class Scheduler:
 
 class Engine:
     """The step loop. runner.launch(step) starts a step on the device and returns a function, which waits for the step
-    and gives a Sampled. With a lookahead of 0 (a CPU, or enforce_eager) `step` plans a step, launches it, reads it, and
+    and gives a Sampled. With a lookahead of 0 (no recorded steps) `step` plans a step, launches it, reads it, and
     appends its tokens.
 
     **Lookahead.** A GPU is idle while the host plans, unless the next step is launched before the tokens of this one

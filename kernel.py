@@ -32,7 +32,7 @@ The cache then holds `seq_len` tokens. Query i, at position seq_len - query_len 
 
 A prompt may therefore come in any chunks. Decode is a chunk of one token, which needs no causal mask.
 
-**Contents.** Chapter 2 and README's tour need the first section alone. A reader of paging may stop behind the second.
+**Contents.** Chapter 2 and README's tour need the first section alone. A reader of paging may stop after the second.
 
     In plain torch               read it: attention in ten lines, then windows and fp8, then writing K and V
     In Triton                    the same on a GPU: filling the cache, launching attention, the kernel, decode, prefill
@@ -61,8 +61,8 @@ from nanopaged.tiles import cdiv, make_query_tiles, programs_per_context
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
     """Attention of one sequence: q [query_len, num_heads, head_dim], k, v [num_keys, num_kv_heads, head_dim], visible
-    [query_len, num_keys]. torch wants [batch, heads, tokens, head_dim]. With 4 heads and 2 kv heads it gets a batch of
-    2, the first heads of all groups and the second ones, and both read the same K and V."""
+    [query_len, num_keys]. torch wants [batch, heads, tokens, head_dim]. With 6 heads and 2 kv heads, groups of 3, it
+    gets a batch of 3: the first head of each group, the second, the third. All read the same K and V."""
     group = q.shape[1] // k.shape[1]  # with a group's heads side by side in a batch, torch 2.11 errs on a GPU
     heads = q.unflatten(1, (-1, group)).permute(2, 1, 0, 3)
     k, v = k.transpose(0, 1).expand(group, -1, -1, -1), v.transpose(0, 1).expand(group, -1, -1, -1)
@@ -145,8 +145,8 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write each new token's k and v [num_tokens, num_kv_heads, head_dim] into its slot of slot_mapping [num_tokens].
 
-    Slot -1: nothing is written, because the token is padding or a shared block has them. A cache must allow the
-    view [num_slots, num_kv_heads, head_dim].
+    Slot -1: nothing is written, because the token is padding, or a block that was found has them. A cache must
+    allow the view [num_slots, num_kv_heads, head_dim].
     """
     slots = slot_mapping.long()
     if len(slots) and slots.min() < 0:  # on a GPU the host waits here for the result
@@ -1260,12 +1260,13 @@ def experts_kernel(x, x_scale, weight, scale, scores, out, counts, pairs, num_ro
     FIRST: tl.constexpr = ACTIVATION != ""
     _wait_for_previous_kernel(PDL)
     count = tl.load(counts + expert, mask=expert < EXPERTS, other=0)
-    last_tile = tl.cumsum(tl.cdiv(count, COLUMNS), 0)
-    at = tl.sum((last_tile <= tile).to(tl.int32), 0)  # the expert of this tile
+    # 2, 0 and 5 pairs, COLUMNS 4: experts end with tiles 1 1 3. Tile 2 is expert 2's, whose tile 2 - 3 + 2 = 1 it is.
+    end_tile = tl.cumsum(tl.cdiv(count, COLUMNS), 0)
+    at = tl.sum((end_tile <= tile).to(tl.int32), 0)  # the expert of this tile
     if at >= EXPERTS:
         return
     count = tl.sum(tl.where(expert == at, count, 0), 0)
-    tile = tile - tl.sum(tl.where(expert == at, last_tile, 0), 0) + tl.cdiv(count, COLUMNS)
+    tile = tile - tl.sum(tl.where(expert == at, end_tile, 0), 0) + tl.cdiv(count, COLUMNS)
     column, i = tile * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, TILE)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     pair = tl.load(pairs + at * num_rows + column, mask=column < count, other=0)

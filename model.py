@@ -59,7 +59,7 @@ class Batch:
     """
     input_ids: Tensor  # [T]
     positions: Tensor  # [T] each token's position in its sequence
-    slot_mapping: Tensor  # [T] the slot of each token's K and V; -1: do not write (a shared block has them, or padding)
+    slot_mapping: Tensor  # [T] the slot of each token's K and V; -1: do not write (the cache has them; or padding)
     block_tables: Tensor  # [num_seqs, max_blocks] int32: logical block -> block id, the same id in every layer
     seq_lens: Tensor  # [num_seqs] int32: tokens in the cache after this step
     query_start_loc: Tensor  # [num_seqs + 1] int32
@@ -191,7 +191,7 @@ class Layer(nn.Module):
 
 class LastLayer(Layer):
     """Returns only the tokens whose logits are read, [R, D]: as a rule the last one of each sequence that samples. The
-    text already has the tokens that others would predict, and each logit row takes vocab_size numbers."""
+    others would predict tokens that the prompt has already, and each logit row takes vocab_size numbers."""
 
     def forward(self, x: Tensor, rope: Tensor | None, batch: Batch, cache: LayerCache, kernels: Kernels) -> Tensor:
         x = super().forward(x, rope, batch, cache, kernels)

@@ -45,7 +45,7 @@ class Rows:
                     new.append(seq)
                 first = seq.row * width
                 cells += range(first + seq.num_sent_blocks, first + len(seq.block_table))
-                blocks += [max(block, 0) for block in seq.block_table[seq.num_sent_blocks:]]  # -1: behind the window
+                blocks += [max(block, 0) for block in seq.block_table[seq.num_sent_blocks:]]  # -1: before the window
                 seq.num_sent_blocks = len(seq.block_table)
         self.sent = cells, blocks
         self.write(cells, blocks, new)

@@ -24,8 +24,8 @@ of them in nanopaged/features, replace plain ones. `enforce_eager` keeps the pla
     Pool, BlockManager        ones with a host pool and a window (swapping.py)    swap_space; a model with a window
     one scheduler and engine  one of each for each GPU (router.py)                data_parallel_size
 
-The pool (pool.py) has the blocks that fit into 90% of the card, less what is in use and the peak of a trial step; on a
-CPU 1 GiB at most (trial.py). What requests ask for beyond plain sampling: features/edits.py, grammar.py, logprobs.py.
+The pool (pool.py) has the blocks that fit into 90% of the card, less what is in use and the peak of a trial step, twice
+with a lookahead; on a CPU 1 GiB at most (trial.py). What else requests ask for: edits.py, grammar.py, logprobs.py.
 """
 import gc
 import weakref

@@ -17,7 +17,7 @@ from nanopaged.sampling_params import HASH, SMALLEST_TEMPERATURE, SamplingParams
 
 
 class SamplingNeeds(NamedTuple):
-    """The sampling features that at least one sequence of a batch needs."""
+    """What the sequences of a batch need for sampling."""
     greedy: bool = False  # every sequence is greedy, so nothing is drawn
     filters: bool = False  # top_k, top_p or min_p
     logprobs: bool = False  # the logits are read once more

@@ -54,8 +54,8 @@ class LaunchedStep:
     would return at once. Steps are called in the order of their launches.
 
     `Runner.launch` calls `start`, and `start` calls `sample`, which launches sampling and the copy of the tokens to the
-    host. A late step needs tokens that the host has read by the next launch, which therefore samples it (or `is_done`,
-    or the call):  launch 1 | sample 1, launch 2 | read 1 | sample 2, launch 3 | read 2
+    host. A late step needs the tokens of the step before, which the host has not read then. The next launch samples
+    it, or `is_done` or the call does:  launch 1 | sample 1, launch 2 | read 1 | sample 2, launch 3 | read 2
 
     places, seqs: places in the batch whose sequences sample, and these sequences
     more_tokens: tokens of the flat batch whose logits are wanted, too

@@ -102,9 +102,9 @@ class GpuPeers(Peers):
         return [buffer[:count] for buffer in buffers]
 
     def release(self) -> None:
-        """In a barrier a rank writes 1 at its place on each peer's pad, and the peer, having seen this, writes 0 there.
-        Do the peers' part: reset what is on their pads, and set 1 on ours. Both are copies, because a new kernel could
-        not be loaded while the barrier's kernel waits."""
+        """A 1 at place s of rank r's pad: s has joined the barrier, and r has not seen this. A rank waits for 0 at its
+        place on each peer's pad, writes 1 there, waits for 1 on its own pad, and writes 0 there. Do the peers' part: 0
+        on their pads, 1 on ours, as copies, because no new kernel can be loaded while the barrier's waits."""
         with torch.cuda.stream(self.side_stream):
             for rank in range(self.size if self.handles else 0):
                 pad = self.handles[0].get_signal_pad(rank, (self.size,), torch.int32)

@@ -21,11 +21,9 @@ PART_ALIGNMENT = 64  # a part of the vocabulary, or of the MLP, is a multiple of
 def split_config(config: model.ModelConfig, size: int) -> model.ModelConfig:
     """A rank's settings, with the whole vocabulary. ValueError: the heads cannot be split evenly."""
     heads, kv_heads = config.num_heads, config.num_kv_heads
-    if config.all_heads_norm:
-        raise ValueError(f"tensor_parallel_size {size} cannot split a model whose norms go over all heads of q and k "
-                         "(OLMo 2 and 3); use data_parallel_size, or one GPU")
-    if config.experts:
-        raise ValueError(f"tensor_parallel_size {size} cannot split experts; use data_parallel_size, or one GPU")
+    whole = "a model whose norms go over all heads of q and k (OLMo 2 and 3)" if config.all_heads_norm else "experts"
+    if config.all_heads_norm or config.experts:
+        raise ValueError(f"tensor_parallel_size {size} cannot split {whole}; use data_parallel_size, or one GPU")
     sizes = [n for n in range(1, heads + 1) if heads % n == 0 and 0 in (kv_heads % n, n % kv_heads)]
     if size not in sizes:
         raise ValueError(f"tensor_parallel_size {size} cannot split {heads} query heads and {kv_heads} kv heads "
@@ -51,9 +49,11 @@ def find_cuts(whole: model.ModelConfig, rank: int, size: int,
         module, shape = origins[name]
         if tensor.shape != shape:
             raise ValueError(f"tensor {name} has shape {list(tensor.shape)}; config.json implies {list(shape)}")
-        dim = SPLIT_DIMS.get(module, 3)
-        if dim >= tensor.dim() or dim == 1 == shape[1]:  # all of it, a bias on rank 0 only; or a scale of each row
-            return torch.zeros_like(tensor) if tensor.dim() == dim and rank else tensor
+        dim = SPLIT_DIMS.get(module)
+        if dim is None or dim == 1 == shape[-1]:  # the same on all ranks; or an FP8 scale of each row
+            return tensor
+        if dim == tensor.dim():  # a bias, which is added once
+            return torch.zeros_like(tensor) if rank else tensor
         first, length = rank * padded_part(shape[dim], size), padded_part(shape[dim], size)
         if module in ("qkv_proj", "o_proj"):  # with fewer kv heads than ranks, several have the same
             head, num_heads = whole.head_dim, shape[dim] // whole.head_dim

@@ -4,8 +4,7 @@ Rank 0 tells its workers each step, pickled, through a socket for each. A worker
 rank 0 hears this before it sends the next one. What the ranks have to agree on goes through the same sockets, and on
 CPUs each sum, too (`exchange`). A worker that says nothing for too long, or that has died, ends the engine: rank 0
 kills all workers, and raises EngineDeadError. A thread looks for those that have died, because rank 0 may be waiting
-for its GPU. If rank 0 itself is killed, the **guard**, a shell that waits for this, kills the workers, also those that
-compute or are stopped.
+for its GPU. If rank 0 itself is killed, the **guard**, a shell that waits for this, kills the workers.
 """
 import os
 import pickle
