@@ -139,7 +139,8 @@ def test_a_prompt_runs_without_it_and_who_asks_gets_a_sentence(name):
 # ---- All away
 
 def test_the_chapters_and_the_ring_alone(tmp_path):
-    """Without any feature, and without what is behind chapter 1 in kernel.py, test_paged.py passes."""
+    """Without any feature, and without what is behind chapter 1 in kernel.py, test_paged.py passes. (Left out are forms
+    of attention that differ in a constant only: a GPU compiles each, and test_paged.py itself tests them.)"""
     for name in ("engine.py", "model.py", "test_paged.py"):
         shutil.copy(ROOT / name, tmp_path)
     text = (ROOT / "kernel.py").read_text()
@@ -148,7 +149,8 @@ def test_the_chapters_and_the_ring_alone(tmp_path):
         "features", "test_*.py", "__pycache__"))
     run = [subprocess.Popen([sys.executable, *words], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                             text=True) for words in (
-        ["-m", "pytest", "-q", "-p", "no:cacheprovider", "test_paged.py"],
+        ["-m", "pytest", "-q", "-p", "no:cacheprovider", "test_paged.py",
+         "-k", "not (float64 and (head_dim or group or size))"],
         ["engine.py", *PROMPT, "--temperature", "0", "--enforce-eager", "--device", "cpu"])]
     outputs = [process.communicate()[0] for process in run]
     assert [process.returncode for process in run] == [0, 0], outputs
