@@ -232,7 +232,7 @@ class BlockManager:
             self._decref(block)
             seq.num_sent_blocks = min(seq.num_sent_blocks, index)  # the runner is sent the table from here on again
         elif has_block and table[index] in self.key_of_block:
-            # A filled it with efgh and offered it, B shared ef, A ended, and B goes on with xy (features/samples.py).
+            # Sample A filled it with efgh and offered it, B shared ef, A ended, B goes on with xy (see samples.py).
             self.evict(table[index])
         if num_missing:
             table += [self._pop_free_block() for _ in range(num_missing)]

@@ -26,7 +26,7 @@ and computes 2T FLOPs with it: T FLOPs per byte. An H200 computes 180 to 190 FLO
 one, above all decode, which also reads a sequence's whole K and V for one token. A batch reads the weights once for all
 its sequences, which is why an engine batches.
 
-Shapes: T = number of tokens, D = hidden_size, H = num_heads, KV = num_kv_heads.
+Shapes: T = number of tokens, R = number of logit rows, D = hidden_size, H = num_heads, KV = num_kv_heads.
 """
 from dataclasses import dataclass, field
 from functools import partial
@@ -132,7 +132,7 @@ class Transformer(nn.Module):
         """Logits of batch.logits_indices, in `out` if given. kernels: chapter 1's functions, Triton's or torch's."""
         x, ropes = self.embed(batch)  # [T, D], and for each layer [T, head_dim]
         for layer, rope, cache in zip(self.layers, ropes, kv_cache):
-            x = layer(x, rope, batch, cache, kernels)  # [T, D]; from the last layer [rows, D]
+            x = layer(x, rope, batch, cache, kernels)  # [T, D]; from the last layer [R, D]
         return self.compute_logits(self.norm(x), self.lm_head.weight, out)
 
     def embed(self, batch: Batch) -> tuple[Tensor, list[Tensor | None]]:
@@ -250,7 +250,7 @@ class Norm(nn.Module):
 
 
 def compute_logits(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-    """[rows, D], the weight of lm_head [vocab_size, D] -> [rows, vocab_size]"""
+    """[R, D], the weight of lm_head [vocab_size, D] -> [R, vocab_size]"""
     return torch.matmul(x, weight.T, out=out)
 
 

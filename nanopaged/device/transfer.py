@@ -74,7 +74,6 @@ class LaunchedStep:
         self.needs = SamplingNeeds.of(self.seqs, [batch.seq_lens[place] for place in self.places],
                                       runner.logits_steps.values(), bool(self.logprobs))
         self.forward_pass: ForwardPass | None = None  # launched and not sampled
-        self.tokens: Tensor | None = None  # on the device
         self.on_host: list[Tensor] = []
         self.done: torch.cuda.Event | None = None
 
@@ -93,11 +92,11 @@ class LaunchedStep:
         happens if that has been done."""
         if self.forward_pass is None:
             return
-        if self.tokens is None:  # else a line below has failed: the retry must not draw again
-            self.tokens = self.forward_pass.draw()
-        tensors = [self.tokens]
+        logits, tokens = self.forward_pass.logits, self.forward_pass.draw()
+        self.forward_pass = ForwardPass(lambda: tokens, logits)  # if a line below fails, a retry must not draw again
+        tensors = [tokens]
         if self.logprobs:
-            tensors += self.logprobs.tensors(self.runner.send, self.tokens, self.forward_pass.logits)
+            tensors += self.logprobs.tensors(self.runner.send, tokens, logits)
         self.on_host = [tensor.to("cpu", non_blocking=True, copy=True) for tensor in tensors]  # from a GPU: pinned
         if self.device.type == "cuda":
             self.done = torch.cuda.Event()

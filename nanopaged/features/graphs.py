@@ -185,9 +185,10 @@ class GraphRunner(Runner):
         tiles = []
         if shape.num_tiles:
             tiles = kernel.make_query_tiles(batch.num_tokens, batch.seq_lens, self.tokens_per_tile).flatten().tolist()
-        filler = dict(slot_mapping=-1, query_start_loc=len(batch.input_ids), rows=self.max_num_seqs, tiles=-1)  # else 0
-        parts = zip((*StepTensors._fields, "tiles"), [*batch.lists, tiles], shape.layout)
-        message = integers([part + [filler.get(name, 0)] * (length - len(part)) for name, part, length in parts])
+        # In the order of `Shape.layout`. Padding has slot -1, sequences without tokens, and a batch row of its own.
+        fillers = (0, 0, -1, len(batch.input_ids), 0, self.max_num_seqs, 0, 0, -1)
+        message = integers([part + [filler] * (length - len(part))
+                            for part, length, filler in zip([*batch.lists, tiles], shape.layout, fillers)])
         if self.device.type == "cuda":
             message = message.pin_memory()
         self.graph_input[:len(message)].copy_(message, non_blocking=True)

@@ -28,12 +28,11 @@ from nanopaged.features.tensor_parallel.peers import ExchangeStore, GpuPeers, Nc
 from nanopaged.features.tensor_parallel.split import find_cuts
 from nanopaged.outputs import EngineDeadError
 from nanopaged.tests import forked, helpers
-from nanopaged.tests.helpers import GOLDEN, GREEDY, PROMPT, assert_golden, complaint, load, shared, texts, tokens_of
+from nanopaged.tests.helpers import GOLDEN, GREEDY, PROMPT, assert_golden, complaint, load, needs_gpu, shared, texts
 from nanopaged.weights.checkpoint import read_config, read_tensors
 from nanopaged.weights.families import read_model_config
 
 NUM_GPUS = torch.cuda.device_count()
-needs_a_gpu = pytest.mark.skipif(not NUM_GPUS, reason="needs a GPU")  # for both ranks, which is slow, or two
 needs_two_gpus = pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")
 
 
@@ -86,7 +85,7 @@ def test_two_ranks_compute_what_transformers_computes(monkeypatch, variant):
     dict(lookahead=1, enable_prefix_caching=False), dict(size=4), dict(model="mistral", num_blocks=14),
     dict(kv_cache_dtype="fp8"), *(
         pytest.param(dict(device="cuda", block_size=16) | more, marks=marks, id=f"gpu {more}") for more, marks in (
-            (dict(num_blocks=5, swap_space=0.01), needs_two_gpus), (dict(num_blocks=5, graphs=True), needs_a_gpu),
+            (dict(num_blocks=5, swap_space=0.01), needs_two_gpus), (dict(num_blocks=5, graphs=True), needs_gpu),
             (dict(max_num_batched_tokens=20, graphs=True), needs_two_gpus)))], ids=str)
 def test_mixed_requests_generate_what_they_generate_on_one_device(options):
     """Chunks, prefix cache, n, penalties, log probabilities of both kinds, beams, preemptions of both kinds, a
@@ -102,7 +101,7 @@ def test_random_weights_and_more_rows_of_logits_than_are_put_together_at_once():
     params = SamplingParams(temperature=0.8, seed=4, max_tokens=4, logprobs=3, prompt_logprobs=2, ignore_eos=True)
     one, two = (split("gpt2", size, load_format="dummy").generate([PROMPT * 4 + [i] for i in range(5)], params)
                 for size in (1, 2))
-    assert tokens_of(one) == tokens_of(two)
+    assert helpers.tokens_of(one) == helpers.tokens_of(two)
     ours, theirs = ([entry.logprob for output in outputs for position in output.prompt_logprobs[1:]
                      for _, entry in sorted(position.items())] for outputs in (one, two))
     assert ours == pytest.approx(theirs, abs=1e-3)
@@ -367,12 +366,12 @@ def test_gpu_outputs_over_nccl_where_the_cards_cannot_read_each_other(tmp_path):
         """
     variables = os.environ | dict(PYTHONPATH=str(tmp_path), NCCL_NVLS_ENABLE="0")  # which not every machine can do
     printed = subprocess.check_output([sys.executable, "-c", script], cwd=helpers.ROOT, env=variables, text=True)
-    expected = tokens_of(load("shakespeare").generate([PROMPT] * 3, SamplingParams(**params)))
+    expected = helpers.tokens_of(load("shakespeare").generate([PROMPT] * 3, SamplingParams(**params)))
     assert printed.splitlines() == [f"NcclPeers {expected}"] * 2
 
 
 @pytest.mark.parametrize("variant, graphs", [
-    pytest.param("qwen3", True, marks=needs_a_gpu), pytest.param("mistral", False, marks=needs_a_gpu),
+    pytest.param("qwen3", True, marks=needs_gpu), pytest.param("mistral", False, marks=needs_gpu),
     pytest.param("gpt2", True, marks=needs_two_gpus), pytest.param("gpt2", False, marks=needs_two_gpus)])
 def test_gpu_golden_models(variant, graphs):
     assert_golden(on_gpus(variant, graphs=graphs), variant, times=2)
@@ -385,12 +384,12 @@ def test_gpu_bundled_model():
         assert all(output.outputs[0].finish_reason in ("length", "stop") for output in outputs)
 
 
-@pytest.mark.parametrize("graphs", [pytest.param(False, marks=needs_two_gpus), pytest.param(True, marks=needs_a_gpu)])
+@pytest.mark.parametrize("graphs", [pytest.param(False, marks=needs_two_gpus), pytest.param(True, marks=needs_gpu)])
 def test_gpu_worker_that_is_killed_or_hangs_and_a_new_engine_afterwards(monkeypatch, graphs):
     monkeypatch.setattr(workers, "ANSWER_SECONDS", 5)
     for number, sentence in ((signal.SIGKILL, "was ended by signal 9"), (signal.SIGSTOP, "for 5 seconds"), (0, "")):
         llm = on_gpus("shakespeare", graphs=graphs)
-        tokens = tokens_of(llm.generate(PROMPT, GREEDY))
+        tokens = helpers.tokens_of(llm.generate(PROMPT, GREEDY))
         if number:
             expected, pid = tokens, pids_of(llm)[0]
             threading.Timer(0.3, os.kill, [pid, number]).start()
