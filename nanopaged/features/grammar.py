@@ -20,9 +20,10 @@ import asyncio
 import ctypes
 import json
 import sys
+import weakref
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import takewhile
 from typing import Any
@@ -35,7 +36,7 @@ from nanopaged import engine
 from nanopaged.device.logits import LogitsStep
 from nanopaged.device.sampler import SamplingNeeds
 from nanopaged.device.step_input import StepInput
-from nanopaged.device.transfer import integers
+from nanopaged.device.transfer import ForwardPass, LaunchedStep, integers, on_its_device
 from nanopaged.sampling_params import SamplingParams, StructuredOutputsParams
 
 MOST_FORCED = 256  # tokens at once
@@ -248,6 +249,7 @@ def start(core: Any, params: SamplingParams, sequences: list[Any]) -> None:
             seq.grammar = grammar.copy()
     for runner in core.runners:
         runner.use(Masks)
+        runner.extend_steps(LateStep)
 
 
 COMPILERS: WeakKeyDictionary[Any, GrammarCompiler] = WeakKeyDictionary()
@@ -329,10 +331,51 @@ class Grammar:
 # On the device
 # --------------------------------------------------------------------------------------------------
 
+class LateStep(LaunchedStep):
+    """A step in which sequences with a grammar sample is sampled late: their masks need the tokens of the step before
+    on the host. The next launch samples it, or `is_done` or the call does:
+
+        launch 1 | sample 1, launch 2 | read 1 | sample 2, launch 3 | read 2
+    """
+    forward_pass: ForwardPass | None = None  # launched, and not sampled
+
+    def __init__(self, runner: Any):
+        self.masks: Masks = runner.use(Masks)
+        if before := self.masks.unsampled():
+            before.sample()  # the launch of this step changes batch rows
+        super().__init__(runner)
+
+    def start(self, forward_pass: ForwardPass) -> None:
+        self.forward_pass = forward_pass
+        if self.needs.is_late:
+            self.masks.unsampled = weakref.ref(self)  # weakly, because a step refers to the runner
+        else:
+            self.sample()
+
+    @on_its_device
+    @torch.inference_mode()
+    def sample(self) -> None:
+        """Launch sampling, and the copy of the tokens to the host, if that has not been done."""
+        if self.forward_pass is not None:
+            logits, tokens = self.forward_pass.logits, self.forward_pass.draw()
+            self.forward_pass = ForwardPass(lambda: tokens, logits)  # a retry must not draw again
+            self.copy(tokens, logits)
+            self.forward_pass = None  # frees the logits
+
+    def is_done(self) -> bool:
+        self.sample()
+        return super().is_done()
+
+    def __call__(self) -> engine.Sampled:
+        self.sample()
+        return super().__call__()
+
+
 class Masks(LogitsStep):
     """Sends masks to the device as bits: 19 KB a row for 152,000 tokens. (The model may have more tokens than the
     grammars' tokenizer.)"""
     is_late = True
+    unsampled: Callable[[], LateStep | None] = staticmethod(lambda: None)  # the last late step, as a weak reference
 
     def __init__(self, runner: Any):
         device, max_rows = runner.device, runner.max_num_samples
@@ -384,8 +427,10 @@ class Masks(LogitsStep):
 
     # ---- recorded steps
 
-    def redraw(self, runner: Any, batch: StepInput, places: list[int], tokens: Tensor,
-               plan: dict[int, tuple[Any, int]]) -> Tensor:
+    def redraw(self, runner: Any, batch: StepInput, tokens: Tensor, plan: dict[int, tuple[Any, int]]) -> Tensor:
+        """The tokens that a recorded step has drawn from the unchanged logits, drawn anew where the plan changes these
+        (graphs.py)."""
+        places = batch.sampling_places
         tokens = tokens.clone()  # graphs share memory: the replay below may write where the step's tokens are
         if masked := {places[logit_row]: seq for logit_row, seq in self.masked(plan).items()}:
             at, drawn = self._replay(runner, batch, masked)
