@@ -14,7 +14,7 @@ from nanopaged import SamplingParams
 from nanopaged.features.server.answers import CHAT, COMPLETIONS, ApiError
 from nanopaged.features.server.openai import FIELDS, IGNORED, Serving
 from nanopaged.features.server.responses import RESPONSES, read_response
-from nanopaged.tests.helpers import shared
+from nanopaged.tests.helpers import GOLDEN, shared
 from nanopaged.tests.test_cli import TEMPLATE, assert_refused, run
 from nanopaged.tests.test_tools import merge
 
@@ -382,6 +382,28 @@ def test_thoughts_have_a_field_of_their_own(llm):
     assert call.response([output])["choices"][0]["message"] == {"role": "assistant", "content": "x"}
     end = ""  # then the answer does not begin with a thought
     assert read(serving, CHAT).response([output])["choices"][0]["message"] == {"role": "assistant", "content": "x"}
+
+
+@needs_grammar
+@pytest.mark.parametrize("opening, bias", [("<think>\n", {"</think>": 8}), ("", {"<think>": 20, "</think>": 26}),
+                                           ("", {"<think>": -99}), ("<think>\n\n</think>\n\n", {"<think>": 99})])
+def test_a_grammar_begins_when_the_thoughts_end(opening, bias):
+    """The prompt opens them, the model may open them, or the prompt has ended them."""
+    llm = shared(device="cpu", tokenizer=str(GOLDEN / "tokenizers" / "qwen"))  # it has their tokens
+    serving = Serving(llm, "bard", partial(render_with, llm, TEMPLATE + opening), reasoning_parser="qwen3")
+    bias = {llm.tokenizer.tokens[name]: number for name, number in bias.items()}
+    schema = {"type": "json_schema", "json_schema": {"schema": {"enum": ["yes", "no"]}}}
+    for more in ({"structured_outputs": {"choice": ['"yes"', '"no"']}}, {"response_format": schema},
+                 {"tools": TOOLS[1:], "tool_choice": "required"}):
+        fields = more | dict(seed=1, temperature=1, max_tokens=200, logit_bias=bias)
+        [choice] = answer(serving, CHAT, **fields)["choices"]
+        message, reason = message_of(stream(serving, CHAT, **fields))
+        found, calls = choice["message"], choice["message"].get("tool_calls", ())
+        assert bool(found.get("reasoning_content")) is (min(bias.values()) in (8, 20))
+        assert message.get("reasoning_content") == found.get("reasoning_content")
+        assert message["content"] == (found["content"] or "") and reason == choice["finish_reason"]
+        assert found["content"] in (('"yes"', '"no"') if not calls else (None,)) and bool(calls) is ("tools" in more)
+        assert reason == "stop" if not calls else json.loads(calls[0]["function"]["arguments"]) == {}
 
 
 # ---- Answers
