@@ -17,6 +17,7 @@ the next one is launched, or at the latest when it is read:
     launch 1 | sample 1, launch 2 | read 1 | sample 2, launch 3 | read 2 | ...
 """
 import asyncio
+import copy
 import ctypes
 import json
 import sys
@@ -93,6 +94,8 @@ class GrammarCompiler:
         self._keep(source, found)
         if isinstance(found, str):
             raise ValueError(f"structured_outputs cannot be used: {' '.join(found.split()):.300}")
+        if params.reasoning_token_ids:
+            return GrammarAfterReasoning(found.deep_copy(), self, params.reasoning_token_ids)
         return Grammar(found.deep_copy(), self)
 
     async def compile_safely(self, params: StructuredOutputsParams) -> None:
@@ -271,7 +274,9 @@ class Grammar:
         self.matcher, self.compiler, self.eos_token_ids = matcher, compiler, compiler.eos_token_ids
 
     def copy(self) -> "Grammar":
-        return Grammar(self.matcher.deep_copy(), self.compiler)
+        made = copy.copy(self)
+        made.matcher = self.matcher.deep_copy()
+        return made
 
     def on_token(self, seq: engine.Sequence, token: int, may_force: bool) -> list[int]:
         """The tokens to append: the sampled one and those that must follow. -1 ends the sequence with an error."""
@@ -312,7 +317,7 @@ class Grammar:
         limit of llguidance."""
         if drafts:
             self.matcher.consume_tokens(drafts)
-            size = self.fill_mask(address, [])
+            size = Grammar.fill_mask(self, address, [])
             self.matcher.rollback(len(drafts))
             return size
         size = 4 * self.compiler.num_words
@@ -324,6 +329,51 @@ class Grammar:
         ctypes.memset(address, 0, size)
         for token in self.eos_token_ids if not self.matcher.is_error() else ():  # the text is complete
             mask[token // 8] |= 1 << token % 8
+        return size
+
+
+class GrammarAfterReasoning(Grammar):
+    """A grammar that begins when the model's reasoning has ended. Until then all tokens may come but those that end the
+    text, which fits no grammar yet.
+
+    token_ids: of `reasoning_token_ids` in StructuredOutputsParams, [end] or [begin, end]
+    """
+
+    def __init__(self, matcher: Any, compiler: GrammarCompiler, token_ids: Sequence[int]):
+        super().__init__(matcher, compiler)
+        size = compiler.vocabulary.vocab_size
+        if max(token_ids) >= size:
+            raise ValueError(f"reasoning_token_ids has token id {max(token_ids)}; the tokenizer's are 0 to {size - 1}")
+        self.begin, self.end = [-1, *token_ids][-2:]
+        self.reasons: bool | None = len(token_ids) == 1  # False: it may begin; None: it has ended, or there was none
+        bits = (1 << size) - 1 - sum(1 << token for token in self.eos_token_ids)
+        self.free_mask = bits.to_bytes(4 * compiler.num_words, "little")
+
+    def _follow(self, tokens: list[int]) -> tuple[bool | None, list[int]]:
+        """`reasons` after these tokens, and those of them that are the grammar's."""
+        reasons = self.reasons
+        for index, token in enumerate(tokens):
+            if reasons is None or not reasons and token != self.begin:
+                return None, tokens[index:]
+            reasons = None if token == self.end else True
+        return reasons, []
+
+    def on_token(self, seq: engine.Sequence, token: int, may_force: bool) -> list[int]:
+        self.reasons, text = self._follow([token])
+        return super().on_token(seq, token, may_force) if text else [token]
+
+    def num_fitting(self, token_ids: list[int]) -> int:
+        _, text = self._follow(token_ids)
+        return len(token_ids) - len(text) + super().num_fitting(text)
+
+    def fill_mask(self, address: int, drafts: list[int]) -> int:
+        reasons, text = self._follow(drafts)
+        if reasons:
+            ctypes.memmove(address, self.free_mask, len(self.free_mask))
+            return len(self.free_mask)
+        size = super().fill_mask(address, text)
+        if reasons is False:
+            (ctypes.c_uint8 * size).from_address(address)[self.begin // 8] |= 1 << self.begin % 8
         return size
 
 
