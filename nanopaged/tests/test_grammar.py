@@ -17,10 +17,11 @@ from nanopaged.cli.main import main
 from nanopaged.device import runner
 from nanopaged.features import grammar as grammars
 from nanopaged.features.grammar import compiler_of, source_of
-from nanopaged.tests.helpers import GOLDEN, freed_at_once, load
+from nanopaged.tests.helpers import BUNDLED, GOLDEN, freed_at_once, load, write_files
 from nanopaged.tests.helpers import run as run_checked
 from nanopaged.tests.test_drafts import assert_prints_the_readmes_trace
 from nanopaged.tests.test_graphs import record_graphs
+from nanopaged.tests.test_tokenizer import DEEPSEEK
 from nanopaged.text.tokenizer import load_tokenizer
 
 WORDS = ["red", "green", "a\"b", "ünï", "日本", "x y", "\\n"]
@@ -366,6 +367,20 @@ def test_forced_tokens_have_the_bytes_of_the_text(name, llguidance):
         forced = b"".join(token_bytes[token] for token in tokens)
         assert forced == text.encode() or text.encode()[len(forced)] in missing and text.encode().startswith(forced)
         assert grammar.matcher.validate_tokens(tokens) == len(tokens)
+
+
+def test_a_byte_level_tokenizer_of_the_package_tokenizers(llguidance, tmp_path):
+    """The bundled one, which cuts a text in more steps, as DeepSeek's."""
+    pytest.importorskip("tokenizers", reason="reads this tokenizer; .ci/run installs it for its last part")
+    spec = json.loads((BUNDLED / "tokenizer.json").read_text())
+    folder = write_files(tmp_path, {"tokenizer.json": spec | DEEPSEEK})
+    llm = load(device="cpu", enforce_eager=True, tokenizer=str(folder), num_blocks=512)
+    assert llm.tokenizer.token_bytes() == load().tokenizer.token_bytes()
+    structures = [dict(json=PERSON), dict(choice=["yes, indeed", "no, never"])] * 4
+    outputs = run(llm, *(params(**structure, seed=i) for i, structure in enumerate(structures)), prompt="ROMEO:")
+    for structure, output in zip(structures, outputs):
+        assert output.finish_reason == "stop"
+        check_fits(structure, output.text)
 
 
 def test_forced_tokens_are_the_models(llguidance):
