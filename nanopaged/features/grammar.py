@@ -35,12 +35,13 @@ from nanopaged import engine
 from nanopaged.device.logits import LogitsStep
 from nanopaged.device.sampler import SamplingNeeds
 from nanopaged.device.step_input import StepInput
-from nanopaged.device.transfer import integers
+from nanopaged.device.transfer import integers, send
 from nanopaged.sampling_params import SamplingParams, StructuredOutputsParams
 
 MOST_FORCED = 256  # tokens at once
 # A mask takes 5 ms at most; those of ambiguous grammars would take seconds. Rows of JSON are long and cheap.
 MOST_ITEMS, MOST_ITEMS_IN_ROW, MOST_ITEMS_IN_ROW_OF_JSON = 5000, 300, 2000
+LEAST_LOGIT = -1e4  # of what ends a complete text; float16 has it, and it stays finite at any temperature
 TRIAL = """
 import faulthandler, json, os, sys
 import llguidance
@@ -356,7 +357,17 @@ class Masks(LogitsStep):
 
     def __call__(self, logits: Tensor, plan: dict[int, tuple[Any, int]], rows: Tensor, positions: Tensor) -> Tensor:
         seqs = self.masked(plan)
-        return self.mask(logits, self.send([seqs.get(row) for row in range(len(logits))]))
+        masks = self.send([seqs.get(row) for row in range(len(logits))])
+        # A complete text ends, though min_tokens or another edit has given its ends -inf.
+        if complete := [row for row, seq in seqs.items() if self.is_complete(row, seq)]:
+            at = send(logits.device, [complete])[0]
+            logits = logits.index_copy(0, at.long(), logits.index_select(0, at).clamp(min=LEAST_LOGIT))
+        return self.mask(logits, masks)
+
+    def is_complete(self, row: int, seq: Any) -> bool:
+        """Whether the mask that was sent for this row allows nothing but tokens that end the text."""
+        allowed = int.from_bytes(ctypes.string_at(self.host[row].data_ptr(), self.num_bytes), "little")
+        return not allowed & ~sum(1 << token for token in seq.grammar.eos_token_ids)
 
     def send(self, seqs: list[Any]) -> Tensor:
         """The masks [R, num_bytes] on the device, one for each sequence; None: of a row that allows all tokens. A

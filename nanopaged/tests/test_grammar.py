@@ -257,13 +257,28 @@ def test_the_mask_is_last(llm):
         logits[5] = 1e9
         return logits
 
-    processed, without_tokens, ignoring, too_short = run(llm, *(params(regex="[xy]{3}", **more) for more in (
-        dict(logits_processors=[favour]), dict(allowed_token_ids=[5]), dict(ignore_eos=True), dict(min_tokens=20))))
+    processed, without_tokens, ignoring = run(llm, *(params(regex="[xy]{3}", **more) for more in (
+        dict(logits_processors=[favour]), dict(allowed_token_ids=[5]), dict(ignore_eos=True))))
     assert re.fullmatch("[xy]{3}", processed.text)
     assert without_tokens.finish_reason == "error" and "no token is allowed" in without_tokens.stop_reason
     assert ignoring.finish_reason == "stop" and ignoring.token_ids[-1] in llm.eos_token_ids
-    assert too_short.finish_reason == "error"
     llm.scheduler.block_manager.check_idle()
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_a_complete_text_ends_whatever_bans_its_end(llguidance, lookahead):
+    llm = load(device="cpu", lookahead=lookahead)
+    ends = dict.fromkeys(llm.eos_token_ids, -1e9)
+    structures = [dict(choice=["yes", "no"]), dict(json={"type": "boolean"}), dict(regex="[xy]{3}")]
+    edits = [dict(min_tokens=70), dict(min_tokens=70, logprobs=2, temperature=0), dict(min_tokens=70, top_k=2),
+             dict(min_tokens=70, presence_penalty=0.5), dict(logit_bias=ends), dict(min_tokens=70, n=2)]
+    pairs = [(structure, edit) for structure in structures for edit in edits]
+    outputs = llm.generate(["A"] * len(pairs), [params(**structure, **edit) for structure, edit in pairs])
+    for (structure, _), sample in ((pair, sample) for pair, output in zip(pairs, outputs) for sample in output.outputs):
+        assert sample.finish_reason == "stop" and sample.token_ids[-1] in llm.eos_token_ids
+        check_fits(structure, sample.text)
+    longer, = run(llm, params(regex="[xy]*", min_tokens=20))  # it may go on
+    assert re.fullmatch("[xy]*", longer.text) and len(longer.token_ids) >= 20 and longer.finish_reason != "error"
 
 
 def test_ids_that_the_tokenizer_does_not_have_are_masked(llguidance, monkeypatch):
