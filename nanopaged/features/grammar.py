@@ -256,10 +256,12 @@ COMPILERS: WeakKeyDictionary[Any, GrammarCompiler] = WeakKeyDictionary()
 
 def compiler_of(core: Any) -> GrammarCompiler:
     """The engine's compiler, which is made when a request first asks for it."""
-    if core.tokenizer is None:
-        raise ValueError("structured outputs need the checkpoint's tokenizer, and this engine has none")
     if core not in COMPILERS:
-        COMPILERS[core] = GrammarCompiler(core.tokenizer, core.eos_token_ids, core.config.vocab_size)
+        try:
+            tokenizer = core.require_tokenizer()
+        except ValueError as error:
+            raise ValueError(f"structured outputs need the checkpoint's tokenizer: {error}") from None
+        COMPILERS[core] = GrammarCompiler(tokenizer, core.eos_token_ids, core.config.vocab_size)
     return COMPILERS[core]
 
 

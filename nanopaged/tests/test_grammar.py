@@ -17,7 +17,7 @@ from nanopaged.cli.main import main
 from nanopaged.device import runner
 from nanopaged.features import grammar as grammars
 from nanopaged.features.grammar import compiler_of, source_of
-from nanopaged.tests.helpers import BUNDLED, GOLDEN, freed_at_once, load, write_files
+from nanopaged.tests.helpers import BUNDLED, GOLDEN, complaint, freed_at_once, load, write_files
 from nanopaged.tests.helpers import run as run_checked
 from nanopaged.tests.test_drafts import assert_prints_the_readmes_trace
 from nanopaged.tests.test_graphs import record_graphs
@@ -306,8 +306,14 @@ def test_a_grammar_that_cannot_be_compiled_is_refused_on_arrival(llm):
             llm.add_request("A", params(**fields))
         assert "\n" not in str(caught.value)
     assert not llm.has_unfinished_requests()
-    with pytest.raises(ValueError, match="need the checkpoint's tokenizer"):
-        load(skip_tokenizer_init=True).generate([1], params(regex="a"))
+
+
+def test_an_engine_without_a_tokenizer_says_why(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("[]")
+    for options, reason in ((dict(skip_tokenizer_init=True), "with skip_tokenizer_init there is no tokenizer"),
+                            (dict(tokenizer=str(tmp_path)), f"{tmp_path}/tokenizer.json: expected")):
+        message = complaint(load(**options).generate, [1], params(regex="a"))
+        assert message.startswith(f"structured outputs need the checkpoint's tokenizer: {reason}")
 
 
 def test_compiled_grammars_are_kept_in_bounds_and_failures_are_too(llm, monkeypatch):
