@@ -93,11 +93,13 @@ class LLM(Core):
 
         params: None: the checkpoint's defaults (get_default_sampling_params)
         priority: smaller is sooner, with scheduling_policy="priority"; otherwise only 0
-        Raises ValueError if it can never run: empty, too long, or with ids that the model does not have.
+        Raises ValueError if it can never run: empty, too long, or with ids that the model does not have, and
+        EngineDeadError if a worker process has died.
         """
         request = self.read_request(prompt, params, priority)
         request.is_reported = True
         with self.lock:
+            self._check_workers()
             self.add(request)
         return request.request_id
 
@@ -108,6 +110,8 @@ class LLM(Core):
         num_steps = self.num_steps
         with self.run_until(lambda: bool(self.unreported) or self.num_steps > num_steps):
             outputs = [request.output() for request in self.unreported.values()]
+            if not outputs:
+                self._check_workers()
             self.lock.interrupts.deliver()  # before they are taken: the next call returns them then
             self.unreported = {}
             return outputs
@@ -126,6 +130,7 @@ class LLM(Core):
         """Forget all cached blocks, after a change of the weights for example. False, and nothing done, while a request
         under way holds blocks, in the pool or on the host."""
         with self.lock:
+            self._check_workers()
             books = self.scheduler.block_manager
             if books.num_free_blocks < books.num_blocks or any(
                     seq.status is engine.Status.SWAPPED for seq in self.scheduler.waiting):
@@ -134,6 +139,11 @@ class LLM(Core):
                 for block in list(manager.key_of_block):
                     manager.evict(block)
             return True
+
+    def _check_workers(self) -> None:
+        """Raise EngineDeadError if a worker process has died. (A step does it, too.)"""
+        if self.options.tensor_parallel_size > 1:
+            self.runner.workers.check()
 
     # ---- whole runs
 
