@@ -16,12 +16,14 @@ model's own. This module knows nothing about models: it yields names and tensors
 import json
 import os
 import re
+import warnings
 from pathlib import Path
 from typing import Any, Collection, Iterator
 
 import torch
 
 from nanopaged.inputs import read_json, refuse_git_lfs_pointer
+from nanopaged.sampling_params import GENERATION_KEYS, OTHER_KEYS, UNREAD_KEYS, unread_keys
 
 BUNDLED: dict[Any, Path] = {"shakespeare": Path(__file__).parent.parent / "shakespeare"}
 # A name on the Hub is "org/name", or "name" for the oldest models. The Hub's rules exclude paths: ./x, ~/x, x/y/z.
@@ -117,6 +119,21 @@ def eos_token_ids(path: Path) -> set[int]:
 def read_generation_config(path: Path) -> dict:
     """generation_config.json of the checkpoint directory `path`; {} if the file does not exist."""
     return read_json(path / "generation_config.json", {})
+
+
+def recommended_settings(path: Path) -> dict:
+    """The entries of generation_config.json, or, as in transformers, where there is no such file, those of config.json
+    and of its text_config. Warns of entries that would change texts and are not read."""
+    name = "generation_config.json"
+    settings = read_generation_config(path)
+    if not (path / name).exists():
+        name, config = "config.json", read_config(path)
+        parts, keys = (config.get("text_config"), config), {*GENERATION_KEYS, *OTHER_KEYS, *UNREAD_KEYS}
+        settings = {key: value for part in parts if isinstance(part, dict) for key, value in part.items()
+                    if key in keys and value is not None}
+    if unread := unread_keys(settings):
+        warnings.warn(f"{name} has settings that change texts and that nanopaged does not apply: {', '.join(unread)}")
+    return settings
 
 
 def find_weights(path: Path) -> tuple[str, dict[str, set[str]]]:
