@@ -45,7 +45,8 @@ def cdiv(a: int, b: int) -> int:
 
 
 class Order(NamedTuple):
-    """A sequence's place in all queues: unique, and smaller is served first."""
+    """A sequence's place in all queues: unique, and smaller is served first. Queues find a sequence by its order, so a
+    queued or running sequence keeps the one that it has (shortest job first: set the order before `Scheduler.add`)."""
     priority: int
     arrival: int  # of its request
     number: int  # in its request
