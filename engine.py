@@ -45,7 +45,8 @@ def cdiv(a: int, b: int) -> int:
 
 
 class Order(NamedTuple):
-    """A sequence's place in all queues: unique, and smaller is served first."""
+    """A sequence's place in all queues: unique, and smaller is served first. Queues find a sequence by its order, so a
+    queued or running sequence keeps the one that it has (shortest job first: set the order before `Scheduler.add`)."""
     priority: int
     arrival: int  # of its request
     number: int  # in its request
@@ -522,11 +523,12 @@ class Engine:
     def step(self) -> bool:
         """Launch a step, and read as many as must be read before the next one is planned. False: nothing was launched
         or read, because no sequence can compute a token now."""
+        has_read = self.must_read
         while self.must_read:  # the last call ended before it had read them: Ctrl-C, or an error
             self.update()
         if not self.launch():
             if not self.launched:
-                return False
+                return has_read
             self.update()  # its tokens may let sequences go on
         while self.must_read:
             self.update()

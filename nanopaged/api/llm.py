@@ -73,8 +73,9 @@ class LLM(Core):
             self.abort(*self.requests)
             self.lock.is_closed = True
             self.engines.clear()  # the router has the same list
+            self.runners.clear()  # features read this list without the lock
             self.shortages.clear()
-            del self.engine, self.runner, self.runners
+            del self.engine, self.runner
             torch.cuda.empty_cache()  # if there is one; torch would keep it for later allocations of this process
 
     def get_tokenizer(self) -> Any:

@@ -15,6 +15,7 @@ import torch
 
 from engine import Status
 from nanopaged import LLM, BeamSearchParams, SamplingParams, optional_triton
+from nanopaged.device.pool import GIB
 from nanopaged.weights.build import as_checkpoint, build_model
 from nanopaged.weights.checkpoint import read_safetensors, read_tensors
 
@@ -63,6 +64,15 @@ def load(model="shakespeare", *, graphs=False, lookahead=None, **options) -> LLM
     for one in llm.engines:
         one.lookahead = one.lookahead if lookahead is None else lookahead
     return llm
+
+
+def share_of_cards(gib):
+    """gpu_memory_utilization with which an engine gets so many GiB of each card beside what is in use now: other
+    processes test there, too. Skips a test for which some card has too little left."""
+    cards = [torch.cuda.mem_get_info(index) for index in range(torch.cuda.device_count())]
+    if (free := min(free for free, _ in cards) / GIB) < gib:
+        pytest.skip(f"needs {gib} GiB of each card, and one has only {free:.1f} GiB left")
+    return max((total - free + gib * GIB) / total for free, total in cards)
 
 
 def use_modules(llm, modules):

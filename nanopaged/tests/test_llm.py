@@ -239,7 +239,9 @@ def test_an_engine_in_a_with_block_is_freed_at_its_end():
         block.close()
     assert not llm.requests and llm.scheduler.block_manager.num_free_blocks == llm.scheduler.block_manager.num_blocks
     for call in (lambda: llm.generate([5, 6, 7]), llm.step, lambda: next(stream), lambda: llm.add_request([5, 6, 7]),
-                 lambda: llm.beam_search([5, 6, 7], BeamSearchParams(2))):
+                 lambda: llm.beam_search([5, 6, 7], BeamSearchParams(2)),
+                 *(lambda settings=settings: llm.generate([5, 6, 7], SamplingParams(**settings)) for settings in (
+                     dict(min_tokens=1), dict(presence_penalty=1), dict(n=2), dict(prompt_logprobs=1)))):
         with pytest.raises(RuntimeError, match="was closed"):
             call()
 

@@ -153,7 +153,8 @@ def test_a_users_modules_stay_his(users_folder):
 
 def test_the_program_runs_from_anywhere_until_its_reader_goes_away(users_folder):
     """Beside modules of the same names, too. `| head -c 6` makes neither the program nor the interpreter complain."""
-    argv = [sys.executable, str(ROOT / "engine.py"), "--prompt", "ROMEO:", "--ignore-eos", "--enforce-eager"]
+    argv = [sys.executable, str(ROOT / "engine.py"), "--prompt", "ROMEO:", "--ignore-eos", "--enforce-eager",
+            "--num-blocks", "64"]  # on a GPU other tests share
     with subprocess.Popen(argv, cwd=users_folder, env=os.environ | dict(PYTHONPATH=str(users_folder)), text=True,
                           stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         assert child.stdout.read(6) == "ROMEO:", child.stderr.read()
