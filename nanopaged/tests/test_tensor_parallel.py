@@ -73,7 +73,7 @@ def assert_as_on_one_device(llm, prompts, params, model="qwen3"):
                                            - {"olmo2", "olmo3", *helpers.MIXTURES}))
 def test_two_ranks_compute_what_transformers_computes(monkeypatch, variant):
     """Also one text alone, on a CPU without Triton's interpreter, which would take minutes."""
-    monkeypatch.setattr(kernel, "few_rows_linear", None)
+    monkeypatch.setattr(fused, "few_rows_linear", None)
     llm = split(variant)
     for prompts in (slice(None), slice(1)):
         assert_golden(llm, variant, prompts)
