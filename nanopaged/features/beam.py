@@ -223,7 +223,7 @@ class BeamSearch:
         blocks. Otherwise its tokens are computed again."""
         child, scheduler, num_computed = self._new_beam(), self.scheduler_of(parent), parent.num_computed_tokens
         child.token_ids, child.num_cached_tokens = list(parent.token_ids), parent.num_cached_tokens
-        hit = engine.PrefixHit(parent.block_table, num_computed, parent.prefix_key, parent.num_cached_blocks)
+        hit = engine.PrefixHit(parent.block_table, num_computed, parent.prefix_key, parent.num_keyed_blocks)
         if fork(scheduler, parent, child, hit):
             child.num_computed_tokens = num_computed  # the last token, too: its logits are there
         return child
