@@ -27,7 +27,7 @@ from typing import Any
 from nanopaged import __version__
 from nanopaged.cli.status import Progress, fold, say
 from nanopaged.inputs import check_choice, open_file, refuse_unknown
-from nanopaged.options import OPTIONS, describe, feature
+from nanopaged.options import OPTIONS, default_feature, describe, feature
 from nanopaged.outputs import CompletionOutput, EngineDeadError, RequestError
 from nanopaged.progress import ProgressBar, counted
 from nanopaged.sampling_params import BeamSearchParams, SamplingParams, read_settings
@@ -213,6 +213,8 @@ def _import_llm() -> type:
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:  # a script's job with & ignores Ctrl-C
         signal.signal(signal.SIGINT, end)
+    if threads := default_feature("threads", "a CPU's threads, which wait for each other on a busy machine,"):
+        threads.start()
     from nanopaged.api.llm import LLM
     if before is signal.default_int_handler:
         signal.signal(signal.SIGINT, before)

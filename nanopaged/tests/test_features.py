@@ -84,7 +84,7 @@ ASK = dict(
     stop=ask(stop="a"), tensor_parallel=lambda: llm(tensor_parallel_size=2), trace=command(*PROMPT, "--trace"))
 MISSED = dict(
     cascade=on_triton, fused=on_a_gpu, graphs=on_a_gpu, last_layer=llm, rectangles=llm, ray_data=None, ray_serve=None,
-    recovery=lambda: fail(llm()), warmup=None, swapping=lambda: llm(model=str(GOLDEN / "mistral")))
+    recovery=lambda: fail(llm()), threads=llm, warmup=None, swapping=lambda: llm(model=str(GOLDEN / "mistral")))
 
 
 def fail(engine):
