@@ -13,8 +13,8 @@ their own requests; others are computed by the next caller. (A server has a thre
 import itertools
 import os
 import random
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -165,9 +165,23 @@ class Core:
                                                      "token ids")
         return self.tokenizer
 
-    def run_until(self, is_done: Callable[[], bool]) -> AbstractContextManager[None]:
-        """Compute steps until is_done(); the steps of other threads may make it true. Then the caller has the lock."""
-        return self.lock.run_until(is_done, self.advance)
+    @contextmanager
+    def run_until(self, is_done: Callable[[], bool]) -> Iterator[None]:
+        """Compute steps until is_done(), which the steps of other threads may make true. Then the caller has the lock.
+        Between two steps Ctrl-C is delivered, and threads that need no step have their turn."""
+        while True:
+            self.lock.acquire(is_done)
+            try:
+                while not is_done():
+                    self.advance()
+                    self.lock.interrupts.deliver()
+                    if self.lock.is_wanted:
+                        break
+                else:
+                    yield
+                    return
+            finally:
+                self.lock.release()
 
     # ---- with the lock
 

@@ -3,7 +3,7 @@ import os
 from contextlib import contextmanager
 from dataclasses import replace
 from types import NoneType, SimpleNamespace
-from typing import Any, Generator, Iterator
+from typing import TYPE_CHECKING, Any, Generator, Iterator
 
 import torch
 
@@ -14,7 +14,10 @@ from nanopaged.inputs import as_list, as_python, check_choice, check_kind
 from nanopaged.options import OPTIONS, check_options, describe, feature
 from nanopaged.outputs import RequestError, RequestOutput
 from nanopaged.progress import ProgressBar
-from nanopaged.sampling_params import BeamSearchParams, SamplingParams
+from nanopaged.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanopaged.features.beam import BeamSearchParams
 
 
 class LLM(Core):
@@ -267,7 +270,7 @@ class LLM(Core):
             raise RequestError(output)
         return output
 
-    def beam_search(self, prompts: Any, params: BeamSearchParams, lora_request: Any = None, use_tqdm: bool = False,
+    def beam_search(self, prompts: Any, params: "BeamSearchParams", lora_request: Any = None, use_tqdm: bool = False,
                     concurrency_limit: int | None = None) -> list[RequestOutput]:
         """Beam search for prompts, together: for each the beam_width texts of the best scores, best first.
         nanopaged/features/beam.py says what a score is. Beams share the blocks of what they have in common.
@@ -277,7 +280,7 @@ class LLM(Core):
         """
         search = feature("beam", "beam search")
         _refuse_lora(lora_request)
-        check_kind("params", params, BeamSearchParams, "BeamSearchParams")
+        check_kind("params", params, search.BeamSearchParams, "BeamSearchParams")
         searches = [search.start(self, text, token_ids, replace(params))  # as in read_request
                     for text, token_ids in [self.read_prompt(prompt) for prompt in as_list(prompts)]]
         return self._finish(searches, use_tqdm)

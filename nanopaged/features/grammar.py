@@ -38,7 +38,8 @@ from nanopaged.device.logits import LogitsStep
 from nanopaged.device.sampler import SamplingNeeds
 from nanopaged.device.step_input import StepInput
 from nanopaged.device.transfer import ForwardPass, LaunchedStep, integers, on_its_device, send
-from nanopaged.sampling_params import SamplingParams, StructuredOutputsParams
+from nanopaged.features.structured import StructuredOutputsParams
+from nanopaged.sampling_params import SamplingParams
 
 MOST_FORCED = 256  # tokens at once
 # A mask takes 5 ms at most; those of ambiguous grammars would take seconds. Rows of JSON are long and cheap.

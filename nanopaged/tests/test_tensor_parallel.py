@@ -20,8 +20,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nanopaged import SamplingParams, StructuredOutputsParams, kernel
+from nanopaged import SamplingParams, StructuredOutputsParams
 from nanopaged.cli.main import main
+from nanopaged.features import fused
 from nanopaged.features.tensor_parallel import workers
 from nanopaged.features.tensor_parallel.peers import ExchangeStore, GpuPeers, NcclPeers
 from nanopaged.features.tensor_parallel.split import find_cuts

@@ -132,10 +132,10 @@ class NcclPeers(Peers):
     def _make_store(self) -> dist.Store:
         """Where NCCL's ranks find each other: in rank 0's memory, behind a port that only this machine reaches. (A
         FileStore opens its path once more when it is freed, and an error there ends the process.)"""
-        server = socket.create_server(("127.0.0.1", 0)) if self.rank == 0 else None
-        port = self.exchange(server and server.getsockname()[1])[0]
+        listener = socket.create_server(("127.0.0.1", 0)) if self.rank == 0 else None
+        port = self.exchange(listener and listener.getsockname()[1])[0]
         return dist.TCPStore("127.0.0.1", port, is_master=self.rank == 0, wait_for_workers=False,
-                             master_listen_fd=server and server.detach())
+                             master_listen_fd=listener and listener.detach())
 
     def collect(self, own: Tensor, parts: Tensor) -> None:
         self.group._allgather_base(parts, own).wait()
