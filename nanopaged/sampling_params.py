@@ -2,12 +2,12 @@
 raises ValueError, in one sentence."""
 import copy
 from collections.abc import Callable, Iterable
-from dataclasses import MISSING, fields
 from numbers import Integral, Real
 from types import NoneType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanopaged.inputs import MOST_TOKENS, always, between, check_fields, check_number, checked, refuse_unknown, settings
+from nanopaged.options import feature
 
 SMALLEST_TEMPERATURE = 1e-5  # sampling is greedy below this temperature: dividing by a smaller one would overflow
 # The factors of two hashes: SplitMix64's (Steele et al. 2014), and lowbias32's (Wellons 2018).
@@ -33,42 +33,23 @@ UNREAD_KEYS: dict[str, Any] = dict(
                      "watermarking_config"), []))
 
 
-def _are_texts(texts: Iterable[Any]) -> bool:
+if TYPE_CHECKING:
+    from nanopaged.features.beam import BeamSearchParams as BeamSearchParams
+    from nanopaged.features.structured import StructuredOutputsParams as StructuredOutputsParams
+else:
+    def __getattr__(name: str) -> Any:
+        """vLLM's names that features have: loaded when they are first used."""
+        if name not in (homes := {"BeamSearchParams": "beam", "StructuredOutputsParams": "structured"}):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(feature(homes[name], name), name)
+
+
+def are_texts(texts: Iterable[Any]) -> bool:
     return all(isinstance(text, str) and text for text in texts)
 
 
 def _are_words(words: Iterable[Any]) -> bool:
     return all(isinstance(word, (str, list)) and word for word in words)
-
-
-@settings
-class StructuredOutputsParams:
-    """What a text must fit; exactly one is given. The names are vLLM's; nanopaged/features/grammar.py enforces it.
-
-    json: a JSON schema, as a dict or as text. The text is compact JSON, its properties in the schema's order
-    regex: a regular expression for the whole text (Rust's syntax, without look-around and back-references)
-    choice: texts, one of which is generated
-    grammar: a context-free grammar, in GBNF (with ::=) or Lark's syntax
-    json_object: True: any JSON object
-    disable_additional_properties: an object with `properties` has no others, as in xgrammar, unless the schema gives
-        additionalProperties. False: it may have others, as JSON Schema says. A schema with allOf stays open: its parts
-        are parts of one object
-    """
-    json: str | dict | None = checked(None, (str, dict), always, "a JSON schema, as a dict or as text")
-    regex: str | None = checked(None, str, always, "a string")
-    choice: list[str] | None = checked(None, (list, tuple), lambda x: x and _are_texts(x),
-                                       "a list of strings that are not empty")
-    grammar: str | None = checked(None, str, always, "a string")
-    json_object: bool | None = checked(None, bool, always, "True")
-    disable_additional_properties: bool = checked(True, *FLAG)
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        *structures, _ = fields(self)
-        given = [each.name for each in structures if getattr(self, each.name) not in (None, False)]
-        if len(given) != 1:
-            raise ValueError("structured outputs are one of json, regex, choice, grammar and json_object, not "
-                             f"{', '.join(given) or 'none of them'}")
 
 
 @settings
@@ -117,7 +98,7 @@ class SamplingParams:
     min_p: float = checked(0.0, *between(Real, 0, 1))
     seed: int | None = checked(None, Integral, lambda x: -2**63 <= x < 2**63, "an integer of at most 64 bits")
     stop: str | list[str] | None = checked(
-        None, (str, list, tuple), lambda x: x if isinstance(x, str) else _are_texts(x),
+        None, (str, list, tuple), lambda x: x if isinstance(x, str) else are_texts(x),
         "a string that is not empty, or a list of them")
     stop_token_ids: list[int] | None = checked(None, TOKENS, always, "a list of token ids")
     ignore_eos: bool = checked(False, *FLAG)
@@ -134,14 +115,12 @@ class SamplingParams:
         None, (list, tuple), _are_words, "a list of strings that are not empty, or of lists of token ids")
     logits_processors: list[Callable] | None = checked(None, (list, tuple), lambda x: all(map(callable, x)),
                                                        "a list of functions (token_ids, logits) -> logits")
-    structured_outputs: StructuredOutputsParams | None = checked(None, StructuredOutputsParams, always,
-                                                                 "StructuredOutputsParams, or a dict of its fields")
+    structured_outputs: "StructuredOutputsParams | None" = None
 
     def __post_init__(self) -> None:
-        if isinstance(given := self.structured_outputs, dict):
-            refuse_unknown("structured_outputs has no field", given, StructuredOutputsParams.__dataclass_fields__)
-            self.structured_outputs = StructuredOutputsParams(**given)
         check_fields(self)
+        if self.structured_outputs is not None:
+            self.structured_outputs = feature("structured", "structured_outputs").read(self.structured_outputs)
         if self.max_tokens is not None:
             check_number("min_tokens", self.min_tokens, Integral, lambda x: x <= self.max_tokens,
                          f"at most max_tokens {self.max_tokens}")
@@ -256,33 +235,6 @@ def _read_bias(bias: dict[Any, Any]) -> dict[int, float]:
     numbers = [check_number("logit_bias", value, Real, lambda x: x == x, BIAS) for value in bias.values()]
     return dict(zip(_read_ids("logit_bias", tokens, BIAS),
                     (min(LARGEST_BIAS, max(-LARGEST_BIAS, number)) for number in numbers)))
-
-
-@settings
-class BeamSearchParams:
-    """Settings of a beam search, which nanopaged/features/beam.py explains. The names are vLLM's; early_stopping is
-    that of transformers.
-
-    beam_width: the number of beams followed at once, and the number of results; 1 is greedy decoding
-    max_tokens: the largest number of new tokens
-    length_penalty: results are ranked by cumulative log probability / length ** length_penalty. The length is the
-        number of generated tokens, the end-of-sequence token included. A penalty above 0 favours longer texts, one
-        below 0 shorter texts
-    ignore_eos: continue after end-of-sequence tokens; then all results have max_tokens tokens
-    temperature: 0, as in vLLM's examples
-    early_stopping: the condition that ends the search, after beam_width texts have ended. True: no further condition.
-        False: no running beam scores higher with its present tokens. "never": no running beam can score higher later
-    """
-    beam_width: int = checked(MISSING, *between(Integral, 1, MOST_SEQUENCES))
-    max_tokens: int = checked(16, Integral, lambda x: x >= 1, "an integer of at least 1")
-    length_penalty: float = checked(1.0, *between(Real, -30, 30))
-    ignore_eos: bool = checked(False, *FLAG)
-    early_stopping: bool | str = checked(False, (bool, str), lambda x: not isinstance(x, str) or x == "never",
-                                         "True, False or 'never'")
-    temperature: float = checked(0.0, Real, lambda x: x == 0, "0 in a beam search, which does not sample")
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 class SequenceSampling:

@@ -127,6 +127,9 @@ def test_broken_config_is_an_error(tmp_path, text, problem):
 @pytest.mark.parametrize("config, generation, expected", [
     ({"eos_token_id": 2}, None, {2}), ({"eos_token_id": None}, None, set()), ({}, {}, set()),
     ({"eos_token_id": 2}, {"eos_token_id": [5, 7]}, {2, 5, 7}), ({"eos_token_id": [2, 5]}, {"eos_token_id": 2}, {2, 5}),
+    ({"text_config": {"eos_token_id": [1, 106]}}, None, {1, 106}),  # as transformers 5 saves Gemma 3
+    ({"eos_token_id": 1, "text_config": {"eos_token_id": 2}}, {"eos_token_id": 3}, {1, 2, 3}),
+    ({"text_config": None}, {}, set()), ({"text_config": {"eos_token_id": "2"}}, None, None),
     ({}, {"eos_token_id": 0}, {0}), *(({}, {"eos_token_id": value}, None) for value in ("2", [2, None], True, 2.0))])
 def test_every_eos_token_counts(tmp_path, config, generation, expected):
     generation = {} if generation is None else {"generation_config.json": generation}
@@ -135,7 +138,7 @@ def test_every_eos_token_counts(tmp_path, config, generation, expected):
         assert eos_token_ids(tmp_path) == expected
     else:
         message = complaint(eos_token_ids, tmp_path)
-        assert "generation_config.json: eos_token_id is " in message and "expected an integer" in message
+        assert re.search("(generation_config.json|text_config): eos_token_id is .*expected an integer", message)
 
 
 UNREAD = "config.json has settings .*: max_length, no_repeat_ngram_size$"

@@ -219,10 +219,25 @@ def test_a_row_without_settings_keeps_every_bit(device, dtype):
 
 def test_plain_requests_need_no_tables_and_others_those_that_they_ask_for():
     edits = edits_for("cpu", 4, 100, SamplingParams(min_tokens=2))
-    assert SamplingNeeds.of([sequence(0, SamplingParams(temperature=0))], [1], [edits], False) == SamplingNeeds(True)
+    assert SamplingNeeds.of([sequence(0, SamplingParams(temperature=0))], [1], [edits]) == SamplingNeeds(True)
     assert not edits.tables
     edits.make_tables(SamplingParams(allowed_token_ids=[3]))
     assert [*edits.tables] == ["bias"] and edits.tables["bias"].shape == (4, 100)
+
+
+def test_the_first_penalty_changes_no_row_that_is_written_already():
+    """The tables of penalties come when a request first asks for them."""
+    edits, logits = edits_for("cpu", params=SamplingParams(min_tokens=1)), normal(1, VOCAB)
+    seqs = [sequence(0, SamplingParams(min_tokens=1)), sequence(1, SamplingParams(presence_penalty=0.5))]
+    for count in (1, 2):
+        plan = edits.plan(seqs[:count], [1] * count)
+        edited = edits(logits.repeat(count, 1), plan, rows := torch.arange(count), rows)
+        assert torch.equal(edited[:1], logits)
+        edits.drew(torch.full([count], 5), plan, rows)
+        edits.make_tables(SamplingParams(presence_penalty=0.5))
+    plan = edits.plan(seqs, [2, 2])
+    edited = edits(logits.repeat(2, 1), plan, rows, rows)
+    assert torch.equal(edited[:1], logits) and edited[1, 5] == logits[0, 5] - 0.5
 
 
 def test_a_request_whose_tables_do_not_fit_gets_a_sentence(monkeypatch):

@@ -99,14 +99,18 @@ def read_config(path: Path) -> dict:
 def eos_token_ids(path: Path) -> set[int]:
     """The end-of-sequence token ids of config.json and generation_config.json in the checkpoint directory `path`.
 
-    Both files count: chat models often name the end of a turn in one file and the end of a document in the other.
+    All places count: chat models often name the end of a turn in one file and the end of a document in the other, and
+    multimodal models may name ends in the text_config of config.json alone.
     """
-    ids: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        value = read_json(path / name, {}).get("eos_token_id")
+    config, ids = read_json(path / "config.json", {}), set[int]()
+    text_config = config.get("text_config")
+    for place, fields in (("config.json", config),
+                          ("config.json: text_config", text_config if isinstance(text_config, dict) else {}),
+                          ("generation_config.json", read_generation_config(path))):
+        value = fields.get("eos_token_id")
         found = [] if value is None else value if isinstance(value, list) else [value]
         if not all(type(token) is int for token in found):
-            raise ValueError(f"{path}/{name}: eos_token_id is {value!r}, expected an integer, a list of integers or "
+            raise ValueError(f"{path}/{place}: eos_token_id is {value!r}, expected an integer, a list of integers or "
                              "null")
         ids.update(found)
     return ids
