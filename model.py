@@ -282,8 +282,8 @@ PLAIN: Modules = Modules()
 
 gelu_tanh = partial(F.gelu, approximate="tanh")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu, "swish": F.silu, "relu": F.relu, "gelu": F.gelu, "gelu_new": gelu_tanh,
-    "gelu_pytorch_tanh": gelu_tanh}
+    "silu": F.silu, "swish": F.silu, "relu": F.relu, "relu2": lambda x: F.relu(x).square(), "gelu": F.gelu,
+    "gelu_new": gelu_tanh, "gelu_pytorch_tanh": gelu_tanh}
 
 
 def activate(x: Tensor, activation: str, gated: bool) -> Tensor:

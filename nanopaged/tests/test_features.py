@@ -87,7 +87,8 @@ ASK = dict(
     logprobs=ask(logprobs=1), page=command(*PROMPT, "--trace", os.devnull + ".html"), router=command(
         *PROMPT, "--data-parallel-size", "2"), samples=command(*PROMPT, "-n", "2"),
     sandbox=lambda: llm().chat([{"role": "user", "content": "Hi"}], chat_template="x"),
-    server=command("--serve", "--port", "0"), swapping=command(*PROMPT, "--swap-space", "0.01"),
+    query_scale=lambda: llm(model=str(GOLDEN / "ministral3")), server=command("--serve", "--port", "0"),
+    swapping=command(*PROMPT, "--swap-space", "0.01"),
     stop=ask(stop="a"), tensor_parallel=lambda: llm(tensor_parallel_size=2), trace=command(*PROMPT, "--trace"))
 MISSED = dict(
     cascade=on_a_gpu, fused=on_a_gpu, graphs=on_a_gpu, hopper=on_a_gpu, pick=on_a_gpu, last_layer=llm, rectangles=llm,
