@@ -79,8 +79,9 @@ ASK = dict(
     experts=lambda: llm(model=str(GOLDEN / "mixtral")),
     frames=command(*PROMPT, "--trace"), grammar=ask(structured_outputs=dict(regex="a+")),
     hub=command("--model", "org/name", *PROMPT), huggingface=lambda: load_tokenizer(GOLDEN / "tokenizers" / "llama2"),
-    logprobs=ask(logprobs=1), page=command(*PROMPT, "--trace", os.devnull + ".html"), router=command(
-        *PROMPT, "--data-parallel-size", "2"), samples=command(*PROMPT, "-n", "2"),
+    logprobs=ask(logprobs=1), page=command(*PROMPT, "--trace", os.devnull + ".html"),
+    progress=command(*PROMPT, "--prompt", "JULIET:"), router=command(*PROMPT, "--data-parallel-size", "2"),
+    samples=command(*PROMPT, "-n", "2"),
     sandbox=lambda: llm().chat([{"role": "user", "content": "Hi"}], chat_template="x"),
     server=command("--serve", "--port", "0"), swapping=command(*PROMPT, "--swap-space", "0.01"),
     stop=ask(stop="a"), tensor_parallel=lambda: llm(tensor_parallel_size=2), trace=command(*PROMPT, "--trace"))
