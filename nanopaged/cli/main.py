@@ -100,25 +100,23 @@ def _run(args, llm_class) -> int:
     settings_of(args)  # which checks them
     way = next((name for name in WAYS if vars(args)[name] not in (None, False)), None)
     act = feature(WAYS[way], option_name(way)).prepare(args) if way else prepare_prompts(args)
-    trace: Any = nullcontext
-    if args.trace is not None:
-        trace = feature("page" if args.trace else "trace", "--trace").prepare(args)
+    watching: Any = nullcontext
+    if (file := args.trace) is not None:
+        watching = feature("page" if file else "trace", "--trace").prepare(args)
     llm = _load(args, llm_class)
-    with trace(llm):
+    with watching(llm):
         return act(llm)
 
 
 def prepare_prompts(args) -> Callable[..., int]:
     """For --prompt: a function that prints the text after it, or after what `render` makes of it."""
-    # (A text that streams would run into a printed trace.)
-    if len(args.prompt) > 1 or args.n not in (None, 1) or args.beam_width is not None or args.trace == "":
+    # (A text that streams would run into printed steps.)
+    if len(args.prompt) > 1 or args.n not in (None, 1) or args.beam_width is not None or args.prints_steps:
         return feature("progress", "a run of several texts").prepare(args)
 
-    def act(llm, render: Callable[[str], Any] | None = None) -> int:
-        [text], params = args.prompt, settings_of(args, llm)
-        return stream(llm, params, render(text), []) if render else stream(llm, params, text, [], echo=text)
-
-    return act
+    [text] = args.prompt
+    return lambda llm, render=None: stream(llm, settings_of(args, llm), render(text) if render else text, [],
+                                           echo="" if render else text)
 
 
 def renderer(args, llm) -> Callable[..., dict]:
@@ -338,6 +336,7 @@ def _read_arguments(argv: list[str] | None) -> argparse.Namespace:
     # --max_tokens=8 is --max-tokens=8
     args = parser.parse_args([re.sub(r"^--[a-z_-]+(?==|\Z)", lambda name: name[0].replace("_", "-"), word)
                               for word in parser.get_default("words")])
+    args.prints_steps = args.trace == ""
     _check_combination(args)
     return args
 
@@ -345,7 +344,7 @@ def _read_arguments(argv: list[str] | None) -> argparse.Namespace:
 def _check_combination(args) -> None:
     """ValueError for options that do not go together."""
     has = set(given(args, KINDS))
-    if not (args.prompt or args.prompts is not None or args.chat or args.serve):
+    if all(vars(args)[name] in (None, False) for name in ("prompt", *WAYS)):
         raise ValueError("there is nothing to do; give --prompt TEXT, --prompts FILE, --chat or --serve")
     for name, others in NEEDS.items():
         if name in has and has.isdisjoint(others):

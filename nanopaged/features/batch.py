@@ -47,7 +47,7 @@ def prepare(args: Any) -> Callable[[Any], int]:
     settings = (Path(args.model).name, args.revision, settings_of(args), args.generation_config or "auto",
                 args.chat_template, args.chat_template_kwargs, *filter(None, [args.override_generation_config]))
     file = PromptFile(args.prompts, args.output, repr(settings))
-    return lambda llm: file.run(llm, settings_of(args, llm), reader_of(args, llm), show_progress=args.trace != "")
+    return lambda llm: file.run(llm, settings_of(args, llm), reader_of(args, llm), not args.prints_steps)
 
 
 @dataclass

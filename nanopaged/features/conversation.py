@@ -32,26 +32,20 @@ QUOTES = '"""'
 def prepare(args: Any) -> Callable[[Any], int]:
     """For the command line, with --chat: a conversation, if stdin is a terminal; else one message, all of stdin or each
     --prompt."""
-    is_conversation = False
+    system = [] if args.system is None else [{"role": "system", "content": args.system}]
     if args.prompt is None:
         check_stdin()
-        is_conversation = sys.stdin.isatty()
-    if is_conversation and (args.beam_width is not None or args.n not in (None, 1)):
-        raise ValueError("a conversation has one answer at a time; leave out --n and --beam-width, or give --prompt")
-    if not is_conversation:
-        args.prompt = args.prompt or [sys.stdin.read().rstrip("\n")]
+        if sys.stdin.isatty():
+            if args.beam_width is not None or args.n not in (None, 1):
+                raise ValueError("a conversation has one answer at a time; leave out --n and --beam-width, or give "
+                                 "--prompt")
+            return lambda llm: converse(system, renderer(args, llm), partial(stream, llm, settings_of(args, llm)),
+                                        llm.max_model_len)
+        args.prompt = [sys.stdin.read().rstrip("\n")]
         if not args.prompt[0]:
             raise ValueError("the message on stdin is empty: write one to it, or give --prompt TEXT")
-    print_answers = None if is_conversation else prepare_prompts(args)
-    system = [] if args.system is None else [{"role": "system", "content": args.system}]
-
-    def act(llm: Any) -> int:
-        render = renderer(args, llm)
-        if print_answers:
-            return print_answers(llm, lambda text: render([*system, {"role": "user", "content": text}]))
-        return converse(system, render, partial(stream, llm, settings_of(args, llm)), llm.max_model_len)
-
-    return act
+    answer = prepare_prompts(args)
+    return lambda llm: answer(llm, lambda text: renderer(args, llm)([*system, {"role": "user", "content": text}]))
 
 
 def converse(system: list[dict], render: Callable[[list[dict]], dict], answer: Callable[[dict, list[str]], object],

@@ -151,7 +151,7 @@ class Runs(Progress):
 def prepare(args: Any) -> Callable[..., int]:
     """Prepare a run that prints its texts when all are done. The result takes the LLM, and what makes prompts of the
     texts that were given; the exit code."""
-    search, shows_bar = None, args.trace != ""
+    search, shows_bar = None, not args.prints_steps
     if args.beam_width is not None:
         options = given(args, ("beam_width", "length_penalty", "ignore_eos"))
         search = feature("beam", "--beam-width").BeamSearchParams(max_tokens=args.max_tokens or 256, **options)

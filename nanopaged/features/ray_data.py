@@ -17,8 +17,8 @@ from typing import Any
 from nanopaged.cli.main import sampling_params
 from nanopaged.features.batch import error_of, read_line, result_of, run_lines
 from nanopaged.features.progress import Runs
+from nanopaged.features.ray_words import read_words
 from nanopaged.features.server.openai import make_reader
-from nanopaged.options import read_words
 
 try:
     import pyarrow.fs

@@ -75,6 +75,7 @@ ASK = dict(
     batch=command("--prompts", "x.txt"), beam=lambda: llm().beam_search("O", nanopaged.BeamSearchParams(2, 2)),
     chat_template=lambda: llm().chat([{"role": "user", "content": "Hi"}]), conversation=converse,
     drafts=command(*PROMPT, "--speculate", "3"), edits=ask(presence_penalty=1), fp8=lambda: llm(quantization="fp8"),
+    fp8_cache=lambda: llm(kv_cache_dtype="fp8"),
     structured=ask(structured_outputs=dict(regex="a+")),
     experts=lambda: llm(model=str(GOLDEN / "mixtral")),
     frames=command(*PROMPT, "--trace"), grammar=ask(structured_outputs=dict(regex="a+")),
@@ -87,7 +88,8 @@ ASK = dict(
     stop=ask(stop="a"), tensor_parallel=lambda: llm(tensor_parallel_size=2), trace=command(*PROMPT, "--trace"))
 MISSED = dict(
     cascade=on_triton, fused=on_a_gpu, graphs=on_a_gpu, last_layer=llm, rectangles=llm, ray_data=None, ray_serve=None,
-    recovery=lambda: fail(llm()), threads=llm, warmup=None, swapping=lambda: llm(model=str(GOLDEN / "mistral")))
+    ray_words=None, recovery=lambda: fail(llm()), threads=llm, warmup=None,
+    swapping=lambda: llm(model=str(GOLDEN / "mistral")))
 
 
 def fail(engine):
