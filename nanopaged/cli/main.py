@@ -2,7 +2,7 @@
 
     --prompt TEXT      one text streams, prompt first; of several, samples or beams, each is printed when all are done
     --prompts FILE     many: see nanopaged/features/batch.py
-    --chat             a conversation, if stdin is a terminal; else one message: all of stdin, or each --prompt
+    --chat             conversations: see nanopaged/features/conversation.py
     --serve            OpenAI's API over HTTP: see nanopaged/features/server/app.py
 
 The exit code is 0; 1 if lines of a file were bad, or the model's output was not a number; 2 for bad input, with one
@@ -109,11 +109,10 @@ def _run(args, llm_class) -> int:
 
 
 def prepare_prompts(args) -> Callable[..., int]:
-    """For --prompt: a function that prints the text after it, or after what `render` makes of it."""
-    # (A text that streams would run into printed steps.)
+    """For --prompt: a function of the LLM that prints the text after it, or after what `render` makes of it. (A text
+    that streams would run into printed steps.)"""
     if len(args.prompt) > 1 or args.n not in (None, 1) or args.beam_width is not None or args.prints_steps:
         return feature("progress", "a run of several texts").prepare(args)
-
     [text] = args.prompt
     return lambda llm, render=None: stream(llm, settings_of(args, llm), render(text) if render else text, [],
                                            echo="" if render else text)
