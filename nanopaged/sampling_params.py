@@ -21,7 +21,16 @@ TOKENS = list, tuple, set, frozenset
 BIAS = "a dict from token ids to numbers"
 # The entries of a generation_config.json that are read, and the settings that they give.
 GENERATION_KEYS = {key: key for key in ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")} | {
-    "max_new_tokens": "max_tokens"}
+    "max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "stop_strings": "stop"}
+OTHER_KEYS = "do_sample", "suppress_tokens", "bad_words_ids"
+# Entries that would change texts and are not read, with the values that ask for nothing (besides null).
+UNREAD_KEYS: dict[str, Any] = dict(
+    max_length=20, min_length=0, max_time=0, num_beams=1, num_beam_groups=1, num_return_sequences=1,
+    no_repeat_ngram_size=0, encoder_no_repeat_ngram_size=0, encoder_repetition_penalty=1, diversity_penalty=0,
+    penalty_alpha=0, typical_p=1, top_h=0, epsilon_cutoff=0, eta_cutoff=0, guidance_scale=1, token_healing=False,
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "begin_suppress_tokens", "sequence_bias",
+                     "exponential_decay_length_penalty", "force_words_ids", "constraints", "dola_layers",
+                     "watermarking_config"), []))
 
 
 if TYPE_CHECKING:
@@ -37,6 +46,10 @@ else:
 
 def are_texts(texts: Iterable[Any]) -> bool:
     return all(isinstance(text, str) and text for text in texts)
+
+
+def _are_words(words: Iterable[Any]) -> bool:
+    return all(isinstance(word, (str, list)) and word for word in words)
 
 
 @settings
@@ -69,7 +82,7 @@ class SamplingParams:
     logit_bias: token id -> number added to the token's logit, clamped to [-LARGEST_BIAS, LARGEST_BIAS]; ids may be
         strings, as in JSON
     allowed_token_ids: only these tokens are sampled
-    bad_words: texts that are never generated: the token that would complete one is not sampled
+    bad_words: texts, or lists of token ids, that are never generated: the token that would complete one is not sampled
     structured_outputs: what the text must fit, a StructuredOutputsParams or a dict of its fields. The mask is applied
         last. A complete text ends, whatever ignore_eos says
     logits_processors: functions (generated token ids, logits [vocab_size] float32) -> logits, applied one after another
@@ -98,7 +111,8 @@ class SamplingParams:
     include_stop_str_in_output: bool = checked(False, *FLAG)
     logit_bias: dict[int, float] | None = checked(None, dict, always, BIAS)
     allowed_token_ids: list[int] | None = checked(None, TOKENS, len, "a list of at least one token id")
-    bad_words: list[str] | None = checked(None, (list, tuple), are_texts, "a list of strings that are not empty")
+    bad_words: list[str | list[int]] | None = checked(
+        None, (list, tuple), _are_words, "a list of strings that are not empty, or of lists of token ids")
     logits_processors: list[Callable] | None = checked(None, (list, tuple), lambda x: all(map(callable, x)),
                                                        "a list of functions (token_ids, logits) -> logits")
     structured_outputs: "StructuredOutputsParams | None" = None
@@ -115,8 +129,12 @@ class SamplingParams:
                 setattr(self, name, _read_ids(name, tokens, "a list of token ids"))
         if self.logit_bias is not None:
             self.logit_bias = _read_bias(self.logit_bias)
+        for word in self.bad_words or ():
+            if not isinstance(word, str):
+                _read_ids("bad_words", word, "strings, or lists of token ids")
         if self.stop and not self.detokenize:
-            raise ValueError("stop strings are searched in the text, so stop cannot be given with detokenize=False")
+            raise ValueError("stop strings are searched in the text, so stop cannot be given with detokenize=False "
+                             "(stop=None leaves out those of generation_config.json, too)")
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise ValueError if logit_bias or allowed_token_ids names a token outside of the model's vocabulary."""
@@ -136,15 +154,18 @@ class SamplingParams:
     def from_generation_config(cls, config: dict[str, Any], **given: Any) -> "SamplingParams":
         """The settings that a checkpoint's generation_config.json recommends. `given` settings take precedence.
 
-        As in vLLM, the keys of GENERATION_KEYS are read. As in transformers, "do_sample": false means greedy decoding
-        unless a temperature is given. A missing do_sample means true, as in vLLM.
+        The keys of GENERATION_KEYS and OTHER_KEYS are read. As in transformers, "do_sample": false means greedy
+        decoding unless a temperature is given. A missing do_sample means true, as in vLLM.
         """
         read = read_settings(config)
         try:
-            cls(**read)
+            cls(**{"max_tokens": None} | read)
         except ValueError as error:
-            raise ValueError(f"generation_config.json cannot be used: {error}; correct it, or use "
-                             "generation_config='vllm'") from None
+            raise ValueError(f"generation_config.json (without it, config.json) cannot be used: {error}; correct it, "
+                             "or use generation_config='vllm'") from None
+        most = (read | given).get("max_tokens", cls.max_tokens)
+        if "min_tokens" in read and isinstance(most, Integral):  # a request may be shorter than the file's texts
+            read["min_tokens"] = min(read["min_tokens"], most)
         return cls(**read | given)
 
     def clone(self) -> "SamplingParams":
@@ -177,7 +198,7 @@ class SamplingParams:
 def read_override(config: dict[str, Any] | None) -> dict[str, Any]:
     """LLM's override_generation_config. ValueError for an entry that is not read, or for one out of range."""
     config = config or {}
-    refuse_unknown("override_generation_config has no entry", config, (*GENERATION_KEYS, "do_sample"))
+    refuse_unknown("override_generation_config has no entry", config, (*GENERATION_KEYS, *OTHER_KEYS))
     SamplingParams(**read_settings(config))
     return config
 
@@ -185,7 +206,18 @@ def read_override(config: dict[str, Any] | None) -> dict[str, Any]:
 def read_settings(config: dict[str, Any]) -> dict[str, Any]:
     """The settings in a generation_config.json, unchecked."""
     read = {setting: config[key] for key, setting in GENERATION_KEYS.items() if config.get(key) is not None}
+    tokens, words = config.get("suppress_tokens") or [], config.get("bad_words_ids") or []
+    if tokens or words:
+        are_lists = isinstance(tokens, list) and isinstance(words, list)
+        read["bad_words"] = [[token] for token in tokens] + words if are_lists else (tokens, words)
     return read | ({"temperature": 0.0} if config.get("do_sample") is False else {})
+
+
+def unread_keys(config: dict[str, Any]) -> list[str]:
+    """The entries of a generation_config.json that would change texts, and that are not read."""
+    superseded = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}  # as in transformers
+    return [key for key, neutral in UNREAD_KEYS.items() if config.get(key) not in (None, neutral)
+            and config.get(superseded.get(key, "")) is None]
 
 
 def wrap_int64(seed: int) -> int:

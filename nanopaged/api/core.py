@@ -29,7 +29,7 @@ from nanopaged.inputs import as_python, check_kind, check_number, read_cache_sal
 from nanopaged.options import default_feature, feature
 from nanopaged.sampling_params import SamplingParams, SequenceSampling, read_override, wrap_int64
 from nanopaged.text.tokenizer import load_tokenizer
-from nanopaged.weights.checkpoint import eos_token_ids, read_config, read_generation_config
+from nanopaged.weights.checkpoint import eos_token_ids, read_config, recommended_settings
 from nanopaged.weights.families import read_model_config, untie
 
 # What a request may ask for: features, and what asks for each. A feature has a subclass of Sequence, SEQUENCE, and a
@@ -52,7 +52,7 @@ class Core:
         self.options, override = options, read_override(options.override_generation_config)
         self._read_checkpoint(options)
         is_default = options.generation_config != "vllm"
-        self.default_params = (read_generation_config(self.path) if is_default else {}) | override
+        self.default_params = (recommended_settings(self.path) if is_default else {}) | override
         self.drafting, self.num_more_rows = None, 0  # of logits in a step, besides one for each sequence
         if options.speculative_config is not None:
             feature("drafts", "speculative_config").start_engine(self, options)

@@ -96,11 +96,13 @@ class LLM(Core):
 
         params: None: the checkpoint's defaults (get_default_sampling_params)
         priority: smaller is sooner, with scheduling_policy="priority"; otherwise only 0
-        Raises ValueError if it can never run: empty, too long, or with ids that the model does not have.
+        Raises ValueError if it can never run: empty, too long, or with ids that the model does not have, and
+        EngineDeadError if a worker process has died.
         """
         request = self.read_request(prompt, params, priority)
         request.is_reported = True
         with self.lock:
+            self._check_workers()
             self.add(request)
         return request.request_id
 
@@ -111,6 +113,8 @@ class LLM(Core):
         num_steps = self.num_steps
         with self.run_until(lambda: bool(self.unreported) or self.num_steps > num_steps):
             outputs = [request.output() for request in self.unreported.values()]
+            if not outputs:
+                self._check_workers()
             self.lock.interrupts.deliver()  # before they are taken: the next call returns them then
             self.unreported = {}
             return outputs
@@ -129,6 +133,7 @@ class LLM(Core):
         """Forget all cached blocks, after a change of the weights for example. False, and nothing done, while a request
         under way holds blocks, in the pool or on the host."""
         with self.lock:
+            self._check_workers()
             books = self.scheduler.block_manager
             if books.num_free_blocks < books.num_blocks or any(
                     seq.status is engine.Status.SWAPPED for seq in self.scheduler.waiting):
@@ -137,6 +142,11 @@ class LLM(Core):
                 for block in list(manager.key_of_block):
                     manager.evict(block)
             return True
+
+    def _check_workers(self) -> None:
+        """Raise EngineDeadError if a worker process has died. (A step does it, too.)"""
+        if self.options.tensor_parallel_size > 1:
+            self.runner.workers.check()
 
     # ---- whole runs
 
@@ -222,7 +232,8 @@ class LLM(Core):
         template = self.chat_templates[chat_template]
         if template is None:
             raise ValueError(templates.NO_CHAT_TEMPLATE)
-        text = template.render(messages, tools, add_generation_prompt, continue_final_message, chat_template_kwargs)
+        text = template.render(messages, tools, add_generation_prompt, continue_final_message, chat_template_kwargs,
+                               is_request=True)
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
     def stream(self, prompt: Any, params: SamplingParams | None = None) -> Generator[str, None, RequestOutput]:

@@ -6,8 +6,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from nanopaged import engine, model, tiles
-from nanopaged.device import transfer
+from nanopaged import engine, model
 from nanopaged.device.pool import FP8, GIB
 from nanopaged.device.runner import Runner, StepTensors
 from nanopaged.device.sampler import SamplingNeeds
@@ -41,14 +40,11 @@ def trial_batch(runner: Runner, query_lens: list[int], logits_indices: Tensor, m
     writes them, from slot 0 on."""
     num_tokens = sum(query_lens)
     positions = list(range(num_tokens)) if ids else [0] * num_tokens
-    columns = tiles.MAX_PREFIX_COLUMNS if runner.cascade and max(query_lens) == 1 else 0  # with memory for its sums
-    sent = StepTensors(*runner.send([
+    sent = StepTensors.of(runner.send([
         ids or positions, positions, positions if ids else [-1] * num_tokens, [0, *accumulate(query_lens)],
-        query_lens, [runner.max_num_seqs] * len(query_lens),
-        [0] * len(query_lens) if columns else [], [0] * 4 if columns else []]))
-    work = tiles.make_query_tiles(query_lens, query_lens, runner.tokens_per_tile)
-    return runner.make_batch(sent, logits_indices, None, max(query_lens), max_seq_len, query_lens.count(1),
-                             transfer.to_device(runner.device, work), columns)
+        query_lens, [runner.max_num_seqs] * len(query_lens)]))
+    metadata = runner.metadata(query_lens, query_lens)._replace(max_seq_len=max_seq_len)
+    return runner.make_batch(sent, logits_indices, None, metadata)
 
 
 def choose_num_blocks(runner: Runner, gpu_memory_utilization: float) -> int:
@@ -90,7 +86,7 @@ def peak_of(runner: Runner, query_lens: list[int]) -> int:
     before = torch.cuda.memory_allocated(runner.device)
     count = min(runner.max_num_samples, sum(query_lens))
     sampled = torch.zeros(count, dtype=torch.int32, device=runner.device)
-    batch = trial_batch(runner, query_lens, sampled, runner.max_model_len)
+    batch = runner.trial(trial_batch(runner, query_lens, sampled, runner.max_model_len))
     with memory_for(f"a step of {sum(query_lens)} tokens and {count} samples does not fit beside the weights; lower "
                     "max_num_batched_tokens or max_num_seqs"):
         for needs in (SamplingNeeds(), SamplingNeeds(filters=True), SamplingNeeds(greedy=True)):

@@ -61,7 +61,9 @@ SEQUENCE = EditedSequence
 
 def start(core: Any, params: SamplingParams, sequences: list[Any]) -> None:
     """Prepare the samples of a request, and the tables that it needs. ValueError: too little memory for these."""
-    bad_words = encode_bad_words(params.bad_words, core.require_tokenizer()) if params.bad_words else []
+    words = params.bad_words or ()
+    bad_words, texts = ([word for word in words if isinstance(word, kind)] for kind in (list, str))
+    bad_words += encode_bad_words(texts, core.require_tokenizer()) if texts else []
     for seq in sequences:
         seq.bad_words = bad_words
     for runner in core.runners:

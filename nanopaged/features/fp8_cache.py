@@ -31,7 +31,8 @@ def choose_scales(runner: Runner) -> list[tuple[float, float]]:
     ids = torch.randint(c.vocab_size, (length,), generator=torch.Generator().manual_seed(0)).tolist()
     batch = trial_batch(runner, [length], torch.zeros(0, dtype=torch.int64, device=device), length, ids)
     batch.block_tables = torch.arange(num_blocks, dtype=torch.int32, device=device)[None]
-    batch.hints["query_tiles"] = None  # the kernel makes its own: its tile over this cache may be another one
+    # The kernel makes its own work list: its tile over this cache may be another one.
+    batch.metadata = batch.metadata._replace(query_tiles=None)
     runner.model(batch, [(k, v, 1.0, 1.0) for k, v in cache], runner.kernels)
     scales = runner.agree([power_of_two_scale(values) for layer in cache for values in layer], largest=True)
     return list(zip(scales[::2], scales[1::2]))

@@ -17,12 +17,14 @@ the next one is launched, or at the latest when it is read:
     launch 1 | sample 1, launch 2 | read 1 | sample 2, launch 3 | read 2 | ...
 """
 import asyncio
+import copy
 import ctypes
 import json
 import sys
+import weakref
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import takewhile
 from typing import Any
@@ -35,13 +37,14 @@ from nanopaged import engine
 from nanopaged.device.logits import LogitsStep
 from nanopaged.device.sampler import SamplingNeeds
 from nanopaged.device.step_input import StepInput
-from nanopaged.device.transfer import integers
+from nanopaged.device.transfer import ForwardPass, LaunchedStep, integers, on_its_device, send
 from nanopaged.features.structured import StructuredOutputsParams
 from nanopaged.sampling_params import SamplingParams
 
 MOST_FORCED = 256  # tokens at once
 # A mask takes 5 ms at most; those of ambiguous grammars would take seconds. Rows of JSON are long and cheap.
 MOST_ITEMS, MOST_ITEMS_IN_ROW, MOST_ITEMS_IN_ROW_OF_JSON = 5000, 300, 2000
+LEAST_LOGIT = -1e4  # of what ends a complete text; float16 has it, and it stays finite at any temperature
 TRIAL = """
 import faulthandler, json, os, sys
 import llguidance
@@ -93,6 +96,8 @@ class GrammarCompiler:
         self._keep(source, found)
         if isinstance(found, str):
             raise ValueError(f"structured_outputs cannot be used: {' '.join(found.split()):.300}")
+        if params.reasoning_token_ids:
+            return GrammarAfterReasoning(found.deep_copy(), self, params.reasoning_token_ids)
         return Grammar(found.deep_copy(), self)
 
     async def compile_safely(self, params: StructuredOutputsParams) -> None:
@@ -249,6 +254,7 @@ def start(core: Any, params: SamplingParams, sequences: list[Any]) -> None:
             seq.grammar = grammar.copy()
     for runner in core.runners:
         runner.use(Masks)
+        runner.extend_steps(LateStep)
 
 
 COMPILERS: WeakKeyDictionary[Any, GrammarCompiler] = WeakKeyDictionary()
@@ -256,10 +262,12 @@ COMPILERS: WeakKeyDictionary[Any, GrammarCompiler] = WeakKeyDictionary()
 
 def compiler_of(core: Any) -> GrammarCompiler:
     """The engine's compiler, which is made when a request first asks for it."""
-    if core.tokenizer is None:
-        raise ValueError("structured outputs need the checkpoint's tokenizer, and this engine has none")
     if core not in COMPILERS:
-        COMPILERS[core] = GrammarCompiler(core.tokenizer, core.eos_token_ids, core.config.vocab_size)
+        try:
+            tokenizer = core.require_tokenizer()
+        except ValueError as error:
+            raise ValueError(f"structured outputs need the checkpoint's tokenizer: {error}") from None
+        COMPILERS[core] = GrammarCompiler(tokenizer, core.eos_token_ids, core.config.vocab_size)
     return COMPILERS[core]
 
 
@@ -270,7 +278,9 @@ class Grammar:
         self.matcher, self.compiler, self.eos_token_ids = matcher, compiler, compiler.eos_token_ids
 
     def copy(self) -> "Grammar":
-        return Grammar(self.matcher.deep_copy(), self.compiler)
+        made = copy.copy(self)
+        made.matcher = self.matcher.deep_copy()
+        return made
 
     def on_token(self, seq: engine.Sequence, token: int, may_force: bool) -> list[int]:
         """The tokens to append: the sampled one and those that must follow. -1 ends the sequence with an error."""
@@ -311,7 +321,7 @@ class Grammar:
         limit of llguidance."""
         if drafts:
             self.matcher.consume_tokens(drafts)
-            size = self.fill_mask(address, [])
+            size = Grammar.fill_mask(self, address, [])
             self.matcher.rollback(len(drafts))
             return size
         size = 4 * self.compiler.num_words
@@ -326,14 +336,100 @@ class Grammar:
         return size
 
 
+class GrammarAfterReasoning(Grammar):
+    """A grammar that begins when the model's reasoning has ended. Until then all tokens may come but those that end the
+    text, which fits no grammar yet.
+
+    token_ids: of `reasoning_token_ids` in StructuredOutputsParams, [end] or [begin, end]
+    """
+
+    def __init__(self, matcher: Any, compiler: GrammarCompiler, token_ids: Sequence[int]):
+        super().__init__(matcher, compiler)
+        size = compiler.vocabulary.vocab_size
+        if max(token_ids) >= size:
+            raise ValueError(f"reasoning_token_ids has token id {max(token_ids)}; the tokenizer's are 0 to {size - 1}")
+        self.begin, self.end = [-1, *token_ids][-2:]
+        self.reasons: bool | None = len(token_ids) == 1  # False: it may begin; None: it has ended, or there was none
+        bits = (1 << size) - 1 - sum(1 << token for token in self.eos_token_ids)
+        self.free_mask = bits.to_bytes(4 * compiler.num_words, "little")
+
+    def _follow(self, tokens: list[int]) -> tuple[bool | None, list[int]]:
+        """`reasons` after these tokens, and those of them that are the grammar's."""
+        reasons = self.reasons
+        for index, token in enumerate(tokens):
+            if reasons is None or not reasons and token != self.begin:
+                return None, tokens[index:]
+            reasons = None if token == self.end else True
+        return reasons, []
+
+    def on_token(self, seq: engine.Sequence, token: int, may_force: bool) -> list[int]:
+        self.reasons, text = self._follow([token])
+        return super().on_token(seq, token, may_force) if text else [token]
+
+    def num_fitting(self, token_ids: list[int]) -> int:
+        _, text = self._follow(token_ids)
+        return len(token_ids) - len(text) + super().num_fitting(text)
+
+    def fill_mask(self, address: int, drafts: list[int]) -> int:
+        reasons, text = self._follow(drafts)
+        if reasons:
+            ctypes.memmove(address, self.free_mask, len(self.free_mask))
+            return len(self.free_mask)
+        size = super().fill_mask(address, text)
+        if reasons is False:
+            (ctypes.c_uint8 * size).from_address(address)[self.begin // 8] |= 1 << self.begin % 8
+        return size
+
+
 # --------------------------------------------------------------------------------------------------
 # On the device
 # --------------------------------------------------------------------------------------------------
+
+class LateStep(LaunchedStep):
+    """A step in which sequences with a grammar sample is sampled late: their masks need the tokens of the step before
+    on the host. The next launch samples it, or `is_done` or the call does:
+
+        launch 1 | sample 1, launch 2 | read 1 | sample 2, launch 3 | read 2
+    """
+    forward_pass: ForwardPass | None = None  # launched, and not sampled
+
+    def __init__(self, runner: Any):
+        self.masks: Masks = runner.use(Masks)
+        if before := self.masks.unsampled():
+            before.sample()  # the launch of this step changes batch rows
+        super().__init__(runner)
+
+    def start(self, forward_pass: ForwardPass) -> None:
+        self.forward_pass = forward_pass
+        if self.needs.is_late:
+            self.masks.unsampled = weakref.ref(self)  # weakly, because a step refers to the runner
+        else:
+            self.sample()
+
+    @on_its_device
+    @torch.inference_mode()
+    def sample(self) -> None:
+        """Launch sampling, and the copy of the tokens to the host, if that has not been done."""
+        if self.forward_pass is not None:
+            logits, tokens = self.forward_pass.logits, self.forward_pass.draw()
+            self.forward_pass = ForwardPass(lambda: tokens, logits)  # a retry must not draw again
+            self.copy(tokens, logits)
+            self.forward_pass = None  # frees the logits
+
+    def is_done(self) -> bool:
+        self.sample()
+        return super().is_done()
+
+    def __call__(self) -> engine.Sampled:
+        self.sample()
+        return super().__call__()
+
 
 class Masks(LogitsStep):
     """Sends masks to the device as bits: 19 KB a row for 152,000 tokens. (The model may have more tokens than the
     grammars' tokenizer.)"""
     is_late = True
+    unsampled: Callable[[], LateStep | None] = staticmethod(lambda: None)  # the last late step, as a weak reference
 
     def __init__(self, runner: Any):
         device, max_rows = runner.device, runner.max_num_samples
@@ -357,7 +453,17 @@ class Masks(LogitsStep):
 
     def __call__(self, logits: Tensor, plan: dict[int, tuple[Any, int]], rows: Tensor, positions: Tensor) -> Tensor:
         seqs = self.masked(plan)
-        return self.mask(logits, self.send([seqs.get(row) for row in range(len(logits))]))
+        masks = self.send([seqs.get(row) for row in range(len(logits))])
+        # A complete text ends, though min_tokens or another edit has given its ends -inf.
+        if complete := [row for row, seq in seqs.items() if self.is_complete(row, seq)]:
+            at = send(logits.device, [complete])[0]
+            logits = logits.index_copy(0, at.long(), logits.index_select(0, at).clamp(min=LEAST_LOGIT))
+        return self.mask(logits, masks)
+
+    def is_complete(self, row: int, seq: Any) -> bool:
+        """Whether the mask that was sent for this row allows nothing but tokens that end the text."""
+        allowed = int.from_bytes(ctypes.string_at(self.host[row].data_ptr(), self.num_bytes), "little")
+        return not allowed & ~sum(1 << token for token in seq.grammar.eos_token_ids)
 
     def send(self, seqs: list[Any]) -> Tensor:
         """The masks [R, num_bytes] on the device, one for each sequence; None: of a row that allows all tokens. A
@@ -385,8 +491,10 @@ class Masks(LogitsStep):
 
     # ---- recorded steps
 
-    def redraw(self, runner: Any, batch: StepInput, places: list[int], tokens: Tensor,
-               plan: dict[int, tuple[Any, int]]) -> Tensor:
+    def redraw(self, runner: Any, batch: StepInput, tokens: Tensor, plan: dict[int, tuple[Any, int]]) -> Tensor:
+        """The tokens that a recorded step has drawn from the unchanged logits, drawn anew where the plan changes these
+        (graphs.py)."""
+        places = batch.sampling_places
         tokens = tokens.clone()  # graphs share memory: the replay below may write where the step's tokens are
         if masked := {places[logit_row]: seq for logit_row, seq in self.masked(plan).items()}:
             at, drawn = self._replay(runner, batch, masked)

@@ -121,7 +121,7 @@ def test_a_grammar_that_panics_ends_its_request_and_no_other(method):
     seq = llm.requests[ids[0]].sequences[0]
     seq.__class__ = GrammarSequence
     llm.runner.use(Masks)
-    seq.grammar = SimpleNamespace(**grammar)
+    seq.grammar = SimpleNamespace(eos_token_ids=[0], **grammar)
     results = finished(llm)
     assert results[ids[0]].finish_reason == "error" and "in Rust" in results[ids[0]].stop_reason
     assert tokens_of(shared().generate("ROMEO:", GREEDY)) == [results[ids[1]].token_ids]

@@ -17,10 +17,11 @@ from nanopaged.cli.main import main
 from nanopaged.device import runner
 from nanopaged.features import grammar as grammars
 from nanopaged.features.grammar import compiler_of, source_of
-from nanopaged.tests.helpers import GOLDEN, freed_at_once, load
+from nanopaged.tests.helpers import BUNDLED, GOLDEN, complaint, freed_at_once, load, write_files
 from nanopaged.tests.helpers import run as run_checked
 from nanopaged.tests.test_drafts import assert_prints_the_readmes_trace
 from nanopaged.tests.test_graphs import record_graphs
+from nanopaged.tests.test_tokenizer import DEEPSEEK
 from nanopaged.text.tokenizer import load_tokenizer
 
 WORDS = ["red", "green", "a\"b", "ünï", "日本", "x y", "\\n"]
@@ -168,12 +169,16 @@ PERSON = {"type": "object", "properties": {"first name": {"type": "string", "max
           "required": ["first name", "age", "pets"], "additionalProperties": False}
 
 
+COMMA, NEWLINE = 11, 198  # tokens of the bundled model
+
+
 def mixed(llm):
     """Requests with and without grammars, run together; the books are checked after each step."""
     settings = [params(json=PERSON), SamplingParams(temperature=0.8, seed=2, max_tokens=30, ignore_eos=True),
                 params(json=PERSON, n=3, seed=5), params(regex=r"\d{4}-\d{2}-\d{2} [a-z]{3,9}", presence_penalty=1.5),
                 params(choice=["yes, indeed", "no, never"], temperature=0), params(json=PERSON, logprobs=2, top_p=0.9),
-                SamplingParams(temperature=0, max_tokens=20, repetition_penalty=1.2), params(json=PERSON, top_k=3)]
+                SamplingParams(temperature=0, max_tokens=20, repetition_penalty=1.2), params(json=PERSON, top_k=3),
+                params(choice=["yes, indeed", "no, never"], reasoning_token_ids=[COMMA], n=2)]
     outputs = run_checked(llm, ["ROMEO: what is it"] * len(settings), settings)
     return [[(sample.text, sample.token_ids) for sample in output.outputs] for output in outputs]
 
@@ -237,6 +242,35 @@ def test_forced_tokens_change_no_text_and_save_steps(lookahead, expected, monkey
     assert mixed(llm) == expected and num_steps() > with_forced + 5
 
 
+@pytest.mark.parametrize("more", [{}, dict(logprobs=1), dict(repetition_penalty=1.1), dict(n=3), dict(max_tokens=9)])
+def test_a_grammar_begins_when_the_reasoning_ends(llm, more):
+    """Until then the text is that of a request without a grammar."""
+    structure = dict(choice=["yes, indeed", "no, never"], reasoning_token_ids=[COMMA])
+    given, plain = params(**structure, **more), SamplingParams(temperature=1, seed=1, **dict(max_tokens=80) | more)
+    found, free = (llm.generate("ROMEO: what", each, use_tqdm=False)[0].outputs for each in (given, plain))
+    for sample, other in zip(found, free, strict=True):
+        reasoning, comma, text = sample.text.partition(",")
+        assert other.text.startswith(reasoning + comma)
+        assert text in structure["choice"] if sample.finish_reason == "stop" else given.max_tokens == 9
+    if not more:
+        assert "".join(llm.stream("ROMEO: what", given)) == found[0].text
+
+
+def test_reasoning_that_may_begin_and_does_not_end_the_text(llm):
+    eos = min(llm.eos_token_ids)
+    for bias, pattern in (({NEWLINE: 100}, "\n.*"), ({NEWLINE: -100}, ""), ({NEWLINE: 100, eos: 100}, "\n.+")):
+        # The bias to the end is not for the first token: with two that are as likely, either would be drawn.
+        outputs = run(llm, *(params(regex="[0-9]{3}", reasoning_token_ids=[NEWLINE, COMMA], seed=seed, logit_bias=bias,
+                                    min_tokens=1, max_tokens=9) for seed in range(4)))
+        for output in outputs:
+            assert re.fullmatch(pattern + ("" if pattern else "[0-9]{3}"), output.text, re.S)
+            assert output.finish_reason == ("length" if pattern else "stop")
+    for ids, words in (([], "one or two"), ([1, 2, 3], "one or two"), ([-1], "one or two"), (["x"], "one or two"),
+                       ([10**9], "reasoning_token_ids has token id 1000000000")):
+        with pytest.raises(ValueError, match=words):
+            run(llm, params(regex="a", reasoning_token_ids=ids))
+
+
 def test_stop_strings_log_probabilities_and_streams(llm):
     def text(**settings):
         return run(llm, params(json=PERSON, **settings))[0]
@@ -256,13 +290,28 @@ def test_the_mask_is_last(llm):
         logits[5] = 1e9
         return logits
 
-    processed, without_tokens, ignoring, too_short = run(llm, *(params(regex="[xy]{3}", **more) for more in (
-        dict(logits_processors=[favour]), dict(allowed_token_ids=[5]), dict(ignore_eos=True), dict(min_tokens=20))))
+    processed, without_tokens, ignoring = run(llm, *(params(regex="[xy]{3}", **more) for more in (
+        dict(logits_processors=[favour]), dict(allowed_token_ids=[5]), dict(ignore_eos=True))))
     assert re.fullmatch("[xy]{3}", processed.text)
     assert without_tokens.finish_reason == "error" and "no token is allowed" in without_tokens.stop_reason
     assert ignoring.finish_reason == "stop" and ignoring.token_ids[-1] in llm.eos_token_ids
-    assert too_short.finish_reason == "error"
     llm.scheduler.block_manager.check_idle()
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_a_complete_text_ends_whatever_bans_its_end(llguidance, lookahead):
+    llm = load(device="cpu", lookahead=lookahead)
+    ends = dict.fromkeys(llm.eos_token_ids, -1e9)
+    structures = [dict(choice=["yes", "no"]), dict(json={"type": "boolean"}), dict(regex="[xy]{3}")]
+    edits = [dict(min_tokens=70), dict(min_tokens=70, logprobs=2, temperature=0), dict(min_tokens=70, top_k=2),
+             dict(min_tokens=70, presence_penalty=0.5), dict(logit_bias=ends), dict(min_tokens=70, n=2)]
+    pairs = [(structure, edit) for structure in structures for edit in edits]
+    outputs = llm.generate(["A"] * len(pairs), [params(**structure, **edit) for structure, edit in pairs])
+    for (structure, _), sample in ((pair, sample) for pair, output in zip(pairs, outputs) for sample in output.outputs):
+        assert sample.finish_reason == "stop" and sample.token_ids[-1] in llm.eos_token_ids
+        check_fits(structure, sample.text)
+    longer, = run(llm, params(regex="[xy]*", min_tokens=20))  # it may go on
+    assert re.fullmatch("[xy]*", longer.text) and len(longer.token_ids) >= 20 and longer.finish_reason != "error"
 
 
 def test_ids_that_the_tokenizer_does_not_have_are_masked(llguidance, monkeypatch):
@@ -290,8 +339,14 @@ def test_a_grammar_that_cannot_be_compiled_is_refused_on_arrival(llm):
             llm.add_request("A", params(**fields))
         assert "\n" not in str(caught.value)
     assert not llm.has_unfinished_requests()
-    with pytest.raises(ValueError, match="need the checkpoint's tokenizer"):
-        load(skip_tokenizer_init=True).generate([1], params(regex="a"))
+
+
+def test_an_engine_without_a_tokenizer_says_why(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("[]")
+    for options, reason in ((dict(skip_tokenizer_init=True), "with skip_tokenizer_init there is no tokenizer"),
+                            (dict(tokenizer=str(tmp_path)), f"{tmp_path}/tokenizer.json: expected")):
+        message = complaint(load(**options).generate, [1], params(regex="a"))
+        assert message.startswith(f"structured outputs need the checkpoint's tokenizer: {reason}")
 
 
 def test_compiled_grammars_are_kept_in_bounds_and_failures_are_too(llm, monkeypatch):
@@ -366,6 +421,20 @@ def test_forced_tokens_have_the_bytes_of_the_text(name, llguidance):
         forced = b"".join(token_bytes[token] for token in tokens)
         assert forced == text.encode() or text.encode()[len(forced)] in missing and text.encode().startswith(forced)
         assert grammar.matcher.validate_tokens(tokens) == len(tokens)
+
+
+def test_a_byte_level_tokenizer_of_the_package_tokenizers(llguidance, tmp_path):
+    """The bundled one, which cuts a text in more steps, as DeepSeek's."""
+    pytest.importorskip("tokenizers", reason="reads this tokenizer; .ci/run installs it for its last part")
+    spec = json.loads((BUNDLED / "tokenizer.json").read_text())
+    folder = write_files(tmp_path, {"tokenizer.json": spec | DEEPSEEK})
+    llm = load(device="cpu", enforce_eager=True, tokenizer=str(folder), num_blocks=512)
+    assert llm.tokenizer.token_bytes() == load().tokenizer.token_bytes()
+    structures = [dict(json=PERSON), dict(choice=["yes, indeed", "no, never"])] * 4
+    outputs = run(llm, *(params(**structure, seed=i) for i, structure in enumerate(structures)), prompt="ROMEO:")
+    for structure, output in zip(structures, outputs):
+        assert output.finish_reason == "stop"
+        check_fits(structure, output.text)
 
 
 def test_forced_tokens_are_the_models(llguidance):

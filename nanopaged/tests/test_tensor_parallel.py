@@ -20,8 +20,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nanopaged import SamplingParams, StructuredOutputsParams, kernel
+from nanopaged import SamplingParams, StructuredOutputsParams
 from nanopaged.cli.main import main
+from nanopaged.features import fused
 from nanopaged.features.tensor_parallel import workers
 from nanopaged.features.tensor_parallel.peers import ExchangeStore, GpuPeers, NcclPeers
 from nanopaged.features.tensor_parallel.split import find_cuts
@@ -73,7 +74,7 @@ def assert_as_on_one_device(llm, prompts, params, model="qwen3"):
                                            - {"olmo2", "olmo3", *helpers.MIXTURES}))
 def test_two_ranks_compute_what_transformers_computes(monkeypatch, variant):
     """Also one text alone, on a CPU without Triton's interpreter, which would take minutes."""
-    monkeypatch.setattr(kernel, "few_rows_linear", None)
+    monkeypatch.setattr(fused, "few_rows_linear", None)
     llm = split(variant)
     for prompts in (slice(None), slice(1)):
         assert_golden(llm, variant, prompts)
@@ -177,13 +178,15 @@ def test_the_command_line(capsys, monkeypatch):
 # ---- What goes wrong
 
 def end(llm):
-    """What the engine says when it computes a step, and a later one. It leaves no process behind."""
+    """What the engine says when it computes a step, and when it is called later. It leaves no process behind."""
     pids = pids_of(llm)
     with pytest.raises(EngineDeadError) as first:
         llm.generate(PROMPT, SamplingParams(max_tokens=100, ignore_eos=True))
     assert_gone(*pids, within=0)
-    with pytest.raises(EngineDeadError, match=f"^{re.escape(str(first.value))}$"):
-        llm.generate(PROMPT)
+    for call in (lambda: llm.generate(PROMPT), lambda: llm.add_request(PROMPT), llm.step, llm.reset_prefix_cache,
+                 lambda: next(llm.stream(PROMPT)), lambda: llm.beam_search(PROMPT, helpers.BEAMS)):
+        with pytest.raises(EngineDeadError, match=f"^{re.escape(str(first.value))}$"):
+            call()
     assert not llm.has_unfinished_requests() and not llm.scheduler.running
     return str(first.value).replace(f"(process {pids[0]})", "(its pid)")
 
@@ -221,6 +224,15 @@ def test_workers_that_are_killed_between_two_steps_or_hang_end_the_engine_with_t
         llm.generate(PROMPT, SamplingParams(max_tokens=2))
         os.kill(pid := pids_of(llm)[1], number)
         assert end(llm).startswith(f"worker 2 (process {pid}) {reason}")
+
+
+def test_no_request_is_taken_when_a_worker_has_died_since_the_last_step():
+    llm = split()
+    os.kill(pid := pids_of(llm)[0], signal.SIGKILL)
+    assert llm.runner.workers.failed.wait(10)
+    with pytest.raises(EngineDeadError, match=rf"^worker 1 \(process {pid}\) was ended by signal 9"):
+        llm.add_request(PROMPT)
+    assert not llm.has_unfinished_requests()
 
 
 def test_a_worker_that_stops_in_the_middle_of_a_large_message_ends_the_engine_with_its_name(monkeypatch):
