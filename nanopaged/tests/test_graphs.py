@@ -13,14 +13,13 @@ from nanopaged.api.assemble import runner_class
 from nanopaged.device.runner import Runner
 from nanopaged.device.step_input import StepInput
 from nanopaged.features import graphs
-from nanopaged.features.cascade import CascadeRunner
-from nanopaged.features.grammar import Masks
 from nanopaged.features.graphs import GraphRunner
 from nanopaged.tests.helpers import (
     CUDA,
     GREEDY,
     PROMPT,
     expectations,
+    if_there,
     load,
     needs_gpu,
     tokens_of,
@@ -68,8 +67,10 @@ def record_graphs(llm, monkeypatch):
     that are replayed."""
     runner, replayed = llm.runner, []
     if not CUDA:
-        runner.__class__, runner.graphs = runner_class([CascadeRunner, GraphRunner]), {}
-        for kind in (GraphRunner, Masks):
+        cascade, grammar = if_there("cascade"), if_there("grammar")
+        kinds = [cascade.CascadeRunner] if cascade else []
+        runner.__class__, runner.graphs = runner_class([*kinds, GraphRunner]), {}
+        for kind in [GraphRunner, grammar.Masks] if grammar else [GraphRunner]:
             monkeypatch.setattr(kind, "_static_step", pretend_to_record(kind._static_step))
         for patch in plain_kernels():
             monkeypatch.setattr(*patch)
