@@ -26,7 +26,7 @@ from nanopaged.api.assemble import pick_runner
 from nanopaged.cli import main as cli
 from nanopaged.options import default_feature
 from nanopaged.tests.helpers import GOLDEN, ROOT, complaint
-from nanopaged.tests.without import feature_of, run_without, test_files
+from nanopaged.tests.without import feature_of, run_without, files_of_tests
 from nanopaged.text.tokenizer import load_tokenizer
 from nanopaged.weights.build import modules_for
 from nanopaged.weights.checkpoint import read_config
@@ -213,7 +213,7 @@ def features_imported(path: Path) -> set[str]:
 
 def test_the_cores_tests_import_no_feature():
     """When they are collected, that is."""
-    files = {file: feature_of(file.name) for file in [ROOT / "test_paged.py", *test_files()]}
+    files = {file: feature_of(file.name) for file in [ROOT / "test_paged.py", *files_of_tests()]}
     assert {feature for feature in files.values() if feature} <= {*NAMES}
     assert len([feature for feature in files.values() if feature]) > 20 < len(files)
     assert {file.name: features for file, feature in files.items()
@@ -223,7 +223,7 @@ def test_the_cores_tests_import_no_feature():
 def test_tests_of_a_feature_that_is_not_there_are_skipped_and_say_so(capfd):
     """A file that imports it, a test that asks for it, and one that looks at what the program prints. Others run."""
     files = [f"nanopaged/tests/test_{name}.py" for name in ("beam", "outputs", "readme")]
-    assert run_without("samples", ["-q", "-rs", *files, "-k", "beam or samples or traces or three_texts"]) == 0
+    assert run_without(["samples"], ["-q", "-rs", *files, "-k", "beam or samples or traces or three_texts"]) == 0
     told = capfd.readouterr().out
     counts = re.findall(r"SKIPPED \[(\d)\] \S+ needs nanopaged/features/samples, which is not there", told)
     assert sum(map(int, counts)) == 3 and "1 passed, 3 skipped" in told, told

@@ -1,7 +1,8 @@
 """Tests without a feature: `python -m nanopaged.tests.without NAME.. [--all] [PYTEST'S OPTIONS AND FILES]`.
 
-For each NAME pytest runs in a copy of the source, from which nanopaged/features/NAME and its tests are deleted. It runs
-test_paged.py and the core's tests, with --all those of the other features, too. Exit code 1 if a run fails.
+For each NAME pytest runs in a copy of the source, from which nanopaged/features/NAME and its tests are deleted; of
+NAME,NAME both are. It runs test_paged.py and the core's tests, with --all those of the other features, too. Exit code 1
+if a run fails.
 
 A feature's tests are nanopaged/tests/test_NAME.py and test_NAME_*.py. All others are the core's. A test that needs a
 feature is skipped where the feature's file is not there, and the reason names the file (conftest.py).
@@ -36,47 +37,47 @@ def feature_of(test_file: str) -> str | None:
     return max(owners, key=len, default=None)
 
 
-def test_files(root: Path = ROOT) -> list[Path]:
+def files_of_tests(root: Path = ROOT) -> list[Path]:
     return sorted((root / "nanopaged" / "tests").glob("test_*.py"))
 
 
-def copy_without(name: str, folder: Path):
-    """A copy of the source in this folder, which is made, without the feature and its tests."""
-    if name not in feature_names() or not is_there(name):
-        raise ValueError(f"nanopaged/features/{name} is not there, or not in README's table")
+def copy_without(names: list[str], folder: Path):
+    """A copy of the source in this folder, which is made, without the features and their tests."""
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache"))
-    path = folder / "nanopaged" / "features" / name
-    shutil.rmtree(path) if path.is_dir() else path.with_suffix(".py").unlink()
-    for file in test_files(folder):
-        if feature_of(file.name) == name:
+    for name in names:
+        path = folder / "nanopaged" / "features" / name
+        shutil.rmtree(path) if path.is_dir() else path.with_suffix(".py").unlink()
+    for file in files_of_tests(folder):
+        if feature_of(file.name) in names:
             file.unlink()
 
 
-def run_without(name: str, arguments: list[str], with_features: bool = False) -> int:
-    """pytest's exit code. It runs files that are among its arguments, or else all."""
+def run_without(names: list[str], arguments: list[str], with_features: bool = False) -> int:
+    """pytest's exit code. It runs the files that are among its arguments, or else all."""
     with tempfile.TemporaryDirectory() as parent:
-        copy_without(name, folder := Path(parent) / "nanopaged")
+        copy_without(names, folder := Path(parent) / "nanopaged")
         if not any(re.match(r"[^-].*\.py\b", argument) for argument in arguments):
             arguments = [*arguments, "test_paged.py", *(
-                str(file.relative_to(folder)) for file in test_files(folder)
+                str(file.relative_to(folder)) for file in files_of_tests(folder)
                 if with_features or not feature_of(file.name))]
         return subprocess.run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments],
                               cwd=folder).returncode
 
 
 def main(words: list[str]) -> int:
-    names = [word for word in words if word in feature_names()]
-    arguments = [word for word in words if word not in names and word != "--all"]
-    if not names:
+    groups = [word for word in words if {*word.split(",")} <= feature_names()]
+    arguments = [word for word in words if word not in groups and word != "--all"]
+    if not groups:
         print(__doc__, file=sys.stderr)
         return 2
-    codes = {}
-    for name in names:
-        print(f"== without {name}", flush=True)
-        codes[name] = run_without(name, arguments, "--all" in words)
-    if failed := [name for name, code in codes.items() if code]:
-        print(f"failed without {', '.join(failed)}", file=sys.stderr)
-    return int(any(codes.values()))
+    failed = []
+    for group in groups:
+        print(f"== without {group}", flush=True)
+        if run_without(group.split(","), arguments, "--all" in words):
+            failed.append(group)
+    if failed:
+        print(f"failed without {' '.join(failed)}", file=sys.stderr)
+    return int(bool(failed))
 
 
 if __name__ == "__main__":
