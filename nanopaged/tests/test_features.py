@@ -26,7 +26,7 @@ from nanopaged.api.assemble import pick_runner
 from nanopaged.cli import main as cli
 from nanopaged.options import default_feature
 from nanopaged.tests.helpers import GOLDEN, ROOT, complaint
-from nanopaged.tests.without import feature_of, run_without, files_of_tests
+from nanopaged.tests.without import feature_of, files_of_tests, run_without
 from nanopaged.text.tokenizer import load_tokenizer
 from nanopaged.weights.build import modules_for
 from nanopaged.weights.checkpoint import read_config
