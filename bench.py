@@ -45,8 +45,7 @@ import nanopaged  # noqa: F401  before torch: it silences a warning of torch's
 import torch
 
 from nanopaged import LLM, SamplingParams, engine, kernel
-from nanopaged.features import hopper
-from nanopaged.features.batch import open_file
+from nanopaged.options import feature
 from nanopaged.outputs import RequestMetrics
 from nanopaged.text.byte_level import ADDED_TOKEN, CHAR_OF
 
@@ -256,7 +255,7 @@ def attention_seconds(count: int, query_len: int, context: int, block_size: int 
     q = torch.randn(count * query_len, NUM_HEADS, HEAD_DIM, **options)
     lens = torch.full((count,), context, device="cuda", dtype=torch.int32)
     starts = torch.arange(0, len(q) + 1, query_len, device="cuda", dtype=torch.int32)
-    kernels = hopper.with_prefill(kernel.TRITON)
+    kernels = feature("hopper", "attention of prefill").with_prefill(kernel.TRITON)
     query_tile = kernels.tokens_per_tile(NUM_HEADS // NUM_KV_HEADS, HEAD_DIM, block_size, q.dtype, q.dtype, q.device)
     tiles = kernel.make_query_tiles([query_len] * count, [context] * count, query_tile).cuda()
 
@@ -742,7 +741,7 @@ def main(argv: list[str] | None = None, anywhere: Sequence[Callable] = ANYWHERE,
                      f"that can run are {', '.join(runnable)}")
     if args.json:
         try:
-            open_file("--json", args.json, "a").close()
+            feature("batch", "--json").open_file("--json", args.json, "a").close()
         except ValueError as error:
             parser.error(str(error))
     print(machine(), flush=True)

@@ -16,7 +16,6 @@ from nanopaged import SamplingParams, engine
 from nanopaged.api import assemble
 from nanopaged.cli.main import main
 from nanopaged.device import choices
-from nanopaged.features.recovery import recover
 from nanopaged.features.router import Router
 from nanopaged.tests.helpers import (
     GREEDY,
@@ -69,6 +68,7 @@ class FakeRunner:
 
 def router(num_blocks=100, block_size=4, max_num_seqs=64, max_num_batched_tokens=512, lookahead=0):
     """A router of two engines, and the scheduler of each."""
+    from nanopaged.features.recovery import recover
     parts = [engine.Scheduler(engine.BlockManager(num_blocks, block_size), max_num_seqs, max_num_batched_tokens)
              for _ in range(2)]
     engines = [engine.Engine(part, FakeRunner(), lookahead) for part in parts]
