@@ -80,7 +80,8 @@ ASK = dict(
     logprobs=ask(logprobs=1), page=command(*PROMPT, "--trace", os.devnull + ".html"), router=command(
         *PROMPT, "--data-parallel-size", "2"), samples=command(*PROMPT, "-n", "2"),
     sandbox=lambda: llm().chat([{"role": "user", "content": "Hi"}], chat_template="x"),
-    server=command("--serve", "--port", "0"), swapping=command(*PROMPT, "--swap-space", "0.01"),
+    server=command("--serve", "--port", "0"), simulate=command("--simulate", "--requests", "1"),
+    swapping=command(*PROMPT, "--swap-space", "0.01"),
     stop=ask(stop="a"), tensor_parallel=lambda: llm(tensor_parallel_size=2), trace=command(*PROMPT, "--trace"))
 MISSED = dict(
     cascade=on_triton, fused=on_a_gpu, graphs=on_a_gpu, last_layer=llm, rectangles=llm, ray_data=None, ray_serve=None,
@@ -168,8 +169,8 @@ KNOWN = dict(
     trace=("(^|_)traced?$", "trace|frames|page", 8), server=("^serv(e|er|ing|ed)(_|$)", "server|ray_.*", 8),
     router=("pools|data_parallel|^routers?$", "router|experts|ray_data", 12))
 # What is neither a feature's nor the engine's: the table of options, settings and output formats. The trace shows what
-# all features do, and attention and the model's settings have sliding windows of their own.
-FORMATS = {"options.py", "sampling_params.py", "outputs.py", "trace.py", "frames.py", "page.py"}
+# all features do, a simulation does it, and attention and the model's settings have sliding windows of their own.
+FORMATS = {"options.py", "sampling_params.py", "outputs.py", "trace.py", "frames.py", "page.py", "simulate.py"}
 ATTENTION = {"kernel.py", "model.py", "tiles.py", "families.py", "rectangles.py", "warmup.py", "cascade.py",
              "experts.py"}
 
