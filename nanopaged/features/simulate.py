@@ -142,8 +142,9 @@ def fraction(known: tuple[tuple[int, float], ...], num_tokens: int) -> float:
     return before + (after - before) * (math.log(num_tokens / low) / math.log(high / low) if low < high else 0)
 
 
-# Rates and fractions of an H200 were measured on Qwen3-8B's shape (`bench.py --only simulate` prints such a row). The
-# others have the data sheets' rates, times what an H200 reaches of its own, and its fractions.
+# An H200's numbers follow from the figures of Qwen3-8B's shape in nanopaged/README.md, and `bench.py --only simulate`
+# measures such a row for each of three shapes. The other cards have the rates of their data sheets, times what an H200
+# reaches of its own, and its fractions.
 H200 = Card(4.23e12, 787e12, 139 * GIB, 50e9, 13e-6,
             ((1, 1.0), (8, 0.90), (64, 0.79), (256, 0.72), (8192, 0.80)), 0.90, 0.75, (250e-6, 1.7e-6))
 CARDS = dict(

@@ -59,7 +59,8 @@ SCENARIOS: dict[str, dict[str, tuple[Any, ...]]] = {
     "aborts at any time": dict(aborts=(0.1, 0.4), samples=((1, 1, 3),), beams=(0.1,), spare_blocks=(1, 8)),
     "sliding windows": dict(window=(1, 5, 11), spare_blocks=(1, 8), max_len=(48, 80)),
     "swapping": dict(host_blocks=(3, 10, 50), spare_blocks=(0, 2, 8), max_num_seqs=(4, 12)),
-    "two pools": dict(pools=(2, 3), samples=((1, 1, 3),), spare_blocks=(0, 2, 16), priorities=((0,), (0, 1))),
+    "two pools": dict(pools=(2, 3), samples=((1, 1, 3),), spare_blocks=(0, 2, 16), priorities=((0,), (0, 1)),
+                      fails=(0.0, 0.05)),
     "drafts": dict(drafts=(0.5, 1.0), fails=(0.0, 0.02), spare_blocks=(1, 8)),
     "priorities": dict(priorities=((0, 1, 2),), spare_blocks=(0, 2, 8), at_once=(8,)),
     "everything at once": dict(
@@ -237,6 +238,9 @@ class Launched:
             for seq, position, _ in self.samples])
 
     def is_done(self) -> bool:
+        """Of several pools: a step that fails may do so when it is looked at."""
+        if self.fault and self.model.rng.random() < 0.2:
+            self()
         return self.model.rng.random() < 0.5
 
 
