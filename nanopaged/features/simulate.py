@@ -214,7 +214,7 @@ class Times(NamedTuple):
 
 
 class Simulation:
-    """The engine of an LLM with these options, whose cards are a clock. ValueError for what cannot be."""
+    """The engine of an LLM with these options, whose cards are a clock. ValueError: the card is too small."""
     tokenizer = None  # this, `requests`, `runner`, `config` and `path` are what a trace of the run asks an LLM for
 
     def __init__(self, card: Card, config: model.ModelConfig, options: Any, path: Path = Path()) -> None:
@@ -233,6 +233,7 @@ class Simulation:
         if len(self.engines) > 1:
             self.engine = self.scheduler = feature("router", "data_parallel_size").Router(self.engines, _fail, None)
             self.engine.wait = self._wait
+        self.is_ordered = options.scheduling_policy == "priority"
         self.requests: dict[str, Any] = {}  # those under way
         self.times: list[Times] = []  # of those that have ended
         self.num_late = [0, 0]  # of those: their first token came too late, or their other tokens did
@@ -264,8 +265,8 @@ class Simulation:
             while pending and pending[0].arrival <= clock.now:
                 request, number = pending.popleft(), number + 1
                 most_tokens = min(request.num_prompt_tokens + request.num_new_tokens, self.max_model_len)
-                seq = engine.Sequence(request.prompt(), engine.Order(request.priority, number, 0), most_tokens,
-                                      request_id=str(number), sampling=sampling)
+                order = engine.Order(request.priority if self.is_ordered else 0, number, 0)
+                seq = engine.Sequence(request.prompt(), order, most_tokens, request_id=str(number), sampling=sampling)
                 arrivals[seq], self.requests[seq.request_id] = request.arrival, SimpleNamespace(sequences=[seq])
                 self.scheduler.add(seq)
             if one.is_idle:
@@ -338,7 +339,7 @@ def read_requests(path: str, count: int | None = None, rate: float | None = None
         lengths = [(rng.randint(100, 1024), rng.randint(100, 1024)) for _ in range(count or 0)]
         requests = [Request(0, partial(tokens_of, [i], n), n, new) for i, (n, new) in enumerate(lengths)]
     else:
-        with open_file("--simulate", path, "r") as file:
+        with open_file("--simulate", path, "rb") as file:
             requests = [*(read_frames if path.lower().endswith(".json") else read_lines)(path, file)][:count]
     if not requests:
         raise ValueError("there is nothing to simulate; give --simulate a file with requests, or --requests N")
@@ -354,19 +355,20 @@ def read_requests(path: str, count: int | None = None, rate: float | None = None
     return requests
 
 
-def read_lines(path: str, file: Iterable[str]) -> Iterator[Request]:
+def read_lines(path: str, file: Iterable[bytes]) -> Iterator[Request]:
     for number, line in enumerate(file, 1):
         try:
             entry = json.loads(line)
             arrival, length, num_new = entry["timestamp"] / 1000, entry["input_length"], entry["output_length"]
             ids = list(map(int, entry.get("hash_ids") or [2**40 + number]))
-            if not (arrival >= 0 and length > 0 and num_new >= 0 and min(ids) >= 0 and max(ids) < 2**64):
+            if not (0 <= arrival < 1e12 and length > 0 and num_new >= 0 and min(ids) >= 0 and max(ids) < 2**64):
                 raise ValueError
             yield Request(arrival, partial(tokens_of, ids, int(length)), int(length), max(1, int(num_new)),
                           int(entry.get("priority", 0)))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise ValueError(f"--simulate {path!r}: line {number} must be a JSON object with a timestamp in ms, an "
-                             f"input_length, an output_length and maybe hash_ids, not {line.strip()!r:.80}") from None
+                             f"input_length, an output_length and maybe hash_ids, not "
+                             f"{line.decode(errors='replace').strip()!r:.80}") from None
 
 
 def tokens_of(ids: list[int], length: int) -> list[int]:

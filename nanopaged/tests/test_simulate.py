@@ -104,6 +104,14 @@ def test_the_clock():
     assert times[0] > 2 * times[1]
 
 
+@pytest.mark.parametrize("policy, order", [("fcfs", [0, 1, 2]), ("priority", [2, 1, 0])])
+def test_priorities_count_with_their_policy(policy, order):
+    lengths, one = [], simulation(max_num_seqs=1, scheduling_policy=policy, num_blocks=200)
+    one._note = lambda seq, *_: lengths.append(seq.num_prompt_tokens - 9)
+    one.run([each._replace(priority=-i) for i, each in enumerate(requests([[i] * (9 + i) for i in range(3)], 5))])
+    assert lengths == order
+
+
 def test_two_cards_take_half_the_time_and_one_host_bounds_them():
     prompts = [[i] * 20 for i in range(16)]
 
@@ -213,14 +221,14 @@ def test_what_is_refused(capsys, words, sentence):
     assert (code, out) == (2, "") and sentence in err
 
 
-@pytest.mark.parametrize("line", ["no JSON", "[]", '{"timestamp": 1}', '{"timestamp": "x", "input_length": 1}',
+@pytest.mark.parametrize("line", ["no JSON", "\udcff", "[]", '{"timestamp": 1}', json.dumps(LINE | dict(timestamp="x")),
                                   json.dumps(LINE | dict(input_length=0)), json.dumps(LINE | dict(hash_ids=[-1])),
                                   json.dumps(LINE | dict(hash_ids=3)), json.dumps(LINE | dict(timestamp=-5))])
 def test_a_bad_line_is_named(tmp_path, line):
     path = tmp_path / "trace.jsonl"
-    path.write_text(f"{json.dumps(LINE)}\n{line}\n")
+    path.write_text(f"{json.dumps(LINE)}\n{line}\n", errors="surrogateescape")
     assert "trace.jsonl': line 2 must be a JSON object with a timestamp" in complaint(simulate.read_requests, str(path))
-    (tmp_path / "run.json").write_text(line)
+    (tmp_path / "run.json").write_text(line, errors="surrogateescape")
     assert "is not what --trace FILE.json writes" in complaint(simulate.read_requests, str(tmp_path / "run.json"))
 
 
