@@ -94,6 +94,7 @@ ASK = dict(
     samples=command(*PROMPT, "-n", "2"),
     sandbox=lambda: llm().chat([{"role": "user", "content": "Hi"}], chat_template="x"),
     query_scale=lambda: llm(model=str(GOLDEN / "ministral3")), server=command("--serve", "--port", "0"),
+    simulate=command("--simulate", "--requests", "1"),
     swapping=command(*PROMPT, "--swap-space", "0.01"),
     stop=ask(stop="a"), tensor_parallel=lambda: llm(tensor_parallel_size=2), trace=command(*PROMPT, "--trace"))
 MISSED = dict(
@@ -243,8 +244,8 @@ KNOWN = dict(
     trace=("(^|_)traced?$", "trace|frames|page", 8), server=("^serv(e|er|ing|ed)(_|$)", "server|ray_.*", 8),
     router=("pools|data_parallel|^routers?$", "router|(fused_)?experts|ray_data", 12))
 # What is neither a feature's nor the engine's: the table of options, settings and output formats. The trace shows what
-# all features do, and attention and the model's settings have sliding windows of their own.
-FORMATS = {"options.py", "sampling_params.py", "outputs.py", "trace.py", "frames.py", "page.py"}
+# all features do, a simulation does it, and attention and the model's settings have sliding windows of their own.
+FORMATS = {"options.py", "sampling_params.py", "outputs.py", "trace.py", "frames.py", "page.py", "simulate.py"}
 ATTENTION = {"kernel.py", "model.py", "tiles.py", "families.py", "rectangles.py", "warmup.py", "cascade.py",
              "hopper.py", "experts.py"}
 

@@ -54,7 +54,7 @@ def test_the_python_example_runs(capsys):
 def test_every_option_exists():
     of_bench, of_others = (ROOT / "bench.py").read_text(), {
         "--help", "--headless", "--hide-scrollbars", "--index-url", "--screenshot", "--window-size", "--address",
-        "--factory", "--generate", "--head", "--http-host", "--working-dir"}
+        "--factory", "--first", "--generate", "--head", "--http-host", "--working-dir"}
     known = help_text().replace("--[no-]", "--no-")
     for option in set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README)) - of_others:
         assert re.search(option + r"\b(?!-)", known) or f'"{option}"' in of_bench, option
