@@ -37,11 +37,13 @@ import torch
 
 from nanopaged import engine, model
 from nanopaged.api.assemble import find_checkpoint, make_engines
+from nanopaged.cli import main as cli
+from nanopaged.cli.status import counted
 from nanopaged.device.choices import pick_dtype
 from nanopaged.device.pool import FP8, GIB, Pool
+from nanopaged.features.progress import ProgressBar
 from nanopaged.inputs import check_number, open_file, refuse_unknown
 from nanopaged.options import MOST_GPUS, OPTIONS, check_options, feature
-from nanopaged.progress import ProgressBar, counted
 from nanopaged.sampling_params import SamplingParams
 from nanopaged.weights.checkpoint import read_config
 from nanopaged.weights.families import read_model_config
