@@ -141,6 +141,9 @@ def test_a_prompt_runs_without_it_and_who_asks_gets_a_sentence(name):
     theirs.close()
     code, text, sentence, told = ours.recv()
     process.join()
+    asked = re.search(r"needs nanopaged/features/(\w+)", sentence)
+    if asked and asked[1] != name:
+        raise ValueError(sentence)  # of another one, which should be there
     assert (code, text) == (0, "ROMEO:\nI'll be\n")
     file = rf"needs nanopaged/features/{name}\b.*, which is not there; bring it back, or do without"
     assert name not in ASK or re.search(file, sentence), sentence
@@ -206,9 +209,14 @@ def imported(path: Path) -> set[str]:
     return found
 
 
+# Names of nanopaged and of nanopaged.sampling_params that features have
+HOMES = {f"{home}.{name}": f"nanopaged.features.{feature}.{name}" for home in ("nanopaged", "nanopaged.sampling_params")
+         for name, feature in (("BeamSearchParams", "beam"), ("StructuredOutputsParams", "structured"))}
+
+
 def features_imported(path: Path) -> set[str]:
     """The features that are imported with this file of tests, or with a file of tests that it imports."""
-    found = imported(path)
+    found = {HOMES.get(name, name) for name in imported(path)}
     helpers = [ROOT / f"{name.replace('.', '/')}.py" for name in found if name.startswith("nanopaged.tests.")]
     return {name.split(".")[2] for name in found if name.startswith("nanopaged.features.")}.union(
         *(features_imported(helper) for helper in helpers if helper.exists()))
