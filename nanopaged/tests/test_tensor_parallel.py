@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nanopaged import SamplingParams, StructuredOutputsParams
+from nanopaged import SamplingParams
 from nanopaged.cli.main import main
 from nanopaged.features import fused
 from nanopaged.features.tensor_parallel import workers
@@ -118,7 +118,7 @@ def test_drafts():
 def test_grammars():
     pytest.importorskip("llguidance")
     params = SamplingParams(temperature=0.9, seed=3, max_tokens=40,
-                            structured_outputs=StructuredOutputsParams(regex="(I|We) am [a-z]{2}, and [0-9] years old"))
+                            structured_outputs=dict(regex="(I|We) am [a-z]{2}, and [0-9] years old"))
     plain = SamplingParams(temperature=0.9, seed=5, max_tokens=10, ignore_eos=True)
     for lookahead in (0, 1):
         llm = split("shakespeare", lookahead=lookahead)
