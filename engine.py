@@ -238,6 +238,8 @@ class BlockManager:
             table += [self._pop_free_block() for _ in range(num_missing)]
         return True
 
+    extend = allocate  # without giving blocks back, which an `allocate` with windows does; for drafts
+
     def cache_full_blocks(self, seq: Sequence) -> None:
         """Offer for sharing the blocks that the scheduled step fills. Their K and V are not computed yet. But a layer
         stores the K and V of all sequences before it attends, so a sequence of the same step may share them, too."""
@@ -313,6 +315,10 @@ class BlockManager:
                 block, prefix_key = found
                 blocks.append(block)
         return PrefixHit(blocks, len(blocks) * size, prefix_key, len(blocks))
+
+    def fork(self, parent: Sequence, child: Sequence, hit: PrefixHit) -> None:
+        """Start a sequence with blocks that another one holds (samples.py, beam.py)."""
+        self.start(child, hit)
 
     # ---- single blocks
 
