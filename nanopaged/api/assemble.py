@@ -41,6 +41,9 @@ def make_runners(options: Any, config: model.ModelConfig, path: Path,
     first GPUs, with the weights of the first; with tensor_parallel_size that of the first GPU, with a worker process
     for each other one."""
     num_ranks, fp8 = options.tensor_parallel_size, False
+    if len(set(config.sliding_windows)) > 1:
+        if kinds := default_feature("kinds.device", "layers with a window, which keep all blocks,"):
+            kinds.choose(options, config)
     option = "tensor_parallel_size" if num_ranks > 1 else "data_parallel_size"
     devices = pick_devices(options.device, vars(options)[option], option)
     if options.quantization or config.fp8:
@@ -49,6 +52,8 @@ def make_runners(options: Any, config: model.ModelConfig, path: Path,
     runners: list[Runner] = []
     for device in devices[:1] if num_ranks > 1 else devices:
         kind, kernels, modules = pick_runner(options, device)
+        if config.groups:
+            kind = feature("kinds.device", "a model with layers of several kinds").with_kinds(kind)
         if fp8:
             modules = feature("fused", "quantization").with_fp8(modules)
         parts: Any = config, options, device, kernels, modules, fp8, num_more_rows
@@ -110,7 +115,10 @@ def make_engines(options: Any, runners: list[Runner], pools: list[int]) -> tuple
     engines, make_scheduler, make_manager, window = [], engine.Scheduler, None, 0
     config, block_size, given = runners[0].config, runners[0].block_size, options.max_model_len
     limit, size = config.max_position_embeddings, min(pools) * block_size
-    if options.swap_space or widest_window(config):
+    if config.groups:
+        kinds = feature("kinds.device", "a model with layers of several kinds")
+        size = min(kinds.make_manager(options, *pair)[2] for pair in zip(runners, pools))
+    elif options.swap_space or widest_window(config):
         if swapping := default_feature("swapping", "a text that keeps the blocks behind a sliding window,"):
             window, make_manager = swapping.pick_window(runners[0], size), swapping.make_manager
     if given is not None and size < given and not window:
@@ -123,7 +131,9 @@ def make_engines(options: Any, runners: list[Runner], pools: list[int]) -> tuple
             runner.step_input = parts.DraftInput
     for runner, num_blocks in zip(runners, pools):
         most_tokens = options.max_num_batched_tokens
-        if make_manager and (window or options.swap_space):
+        if config.groups:
+            manager, most_tokens, _ = kinds.make_manager(options, runner, num_blocks)
+        elif make_manager and (window or options.swap_space):
             manager = make_manager(options, runner, num_blocks, window)
             most_tokens = manager.most_tokens  # a step's, which have to fit beside a window
         else:

@@ -14,6 +14,7 @@ from nanopaged.device.step_input import StepInput
 from nanopaged.features import graphs
 from nanopaged.features.grammar import Masks
 from nanopaged.features.graphs import GraphRunner
+from nanopaged.features.kinds.device import with_kinds
 from nanopaged.tests.helpers import (
     CUDA,
     GREEDY,
@@ -66,7 +67,8 @@ def record_graphs(llm, monkeypatch):
     that are replayed."""
     runner, replayed = llm.runner, []
     if not CUDA:
-        runner.__class__, runner.graphs = GraphRunner, {}
+        runner.__class__ = with_kinds(GraphRunner) if runner.config.groups else GraphRunner
+        runner.graphs = {}
         for kind in (GraphRunner, Masks):
             monkeypatch.setattr(kind, "_static_step", pretend_to_record(kind._static_step))
         for patch in plain_kernels():

@@ -65,9 +65,11 @@ def build_model(config: model.ModelConfig, tensors: Iterable[tuple[str, Tensor]]
 
 
 def modules_for(config: model.ModelConfig, modules: model.Modules = model.PLAIN) -> model.Modules:
-    """The modules; for a mixture of experts with its MLPs."""
+    """The modules; for a mixture of experts with its MLPs, for layers of several kinds with theirs."""
     if config.experts:
-        return feature("experts", "a mixture of experts").with_experts(modules)
+        modules = feature("experts", "a mixture of experts").with_experts(modules)
+    if config.groups:
+        modules = feature("kinds.device", "a model with layers of several kinds").with_groups(modules)
     return modules
 
 

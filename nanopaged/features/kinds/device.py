@@ -1,0 +1,287 @@
+"""The device's side of layers of several kinds: groups, the pool, the batch rows, and what a layer reads of a batch.
+
+**A block's bytes.** The pool is one array of blocks, and each group reads it as K and V of its own layers. Gemma 3 4B
+has 5 layers in a block, with the K and V of block_size tokens each:
+
+    block 0                             block 1                             block 2
+    | K V | K V | K V | K V | K V |     | K V | K V | K V | K V | K V |     | K V | ..
+      0 1   2 3   4 5   6 7   8 9         10 11  ..                           20 ..        parts
+
+The K of the group's second layer is in part 2 of every block. So this layer's K cache is the pool from part 2 on, cut
+into parts, and block b is there part 10 * b. The tables on the device have these numbers in place of block ids, and
+attention reads the cache as in chapter 1: contiguous blocks, one after another. Layers with other heads cut the same
+bytes into parts of another size.
+
+**A step** has one table for each group and sequence, side by side in the sequence's batch row, and one launch computes
+the slots of its tokens in all groups. The sizes do not change, so a step can be recorded.
+"""
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanopaged import engine, model
+from nanopaged.device import transfer
+from nanopaged.device.pool import GIB, Pool
+from nanopaged.device.rows import Rows
+from nanopaged.device.runner import Runner, StepTensors
+from nanopaged.features.kinds import Kinds
+from nanopaged.features.kinds.windows import Group, max_blocks
+from nanopaged.weights.build import host_memory
+
+TABLE_COST = 0.02  # of a group: as much as so much more memory
+FEWEST_TOKENS = 512  # of a step, as long as a text might fit better with fewer
+
+
+# --------------------------------------------------------------------------------------------------
+# Groups
+# --------------------------------------------------------------------------------------------------
+
+class Heads(NamedTuple):
+    """Of a layer: its K and V of a token take 2 * size numbers."""
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+
+def heads_of(config: model.ModelConfig) -> list[Heads]:
+    """Of each layer."""
+    return [Heads(config.num_kv_heads, config.head_dim)] * config.num_layers
+
+
+def choose(options: Any, config: model.ModelConfig) -> None:
+    """Put the layers into groups (config.groups), if that saves memory. ValueError: an option that does not go with
+    groups."""
+    max_len = options.max_model_len or config.max_position_embeddings
+    windows = [window if 0 < window < max_len else 0 for window in config.sliding_windows or [0] * config.num_layers]
+    layers = list(zip(map(bool, windows), windows, heads_of(config)))
+    if len(set(layers)) < 2 or all(windows):
+        return
+    if options.swap_space:
+        raise ValueError("swap_space moves blocks of all layers at once, and the layers of this model keep different "
+                         "ones, because some have a sliding window; leave swap_space out")
+    config.groups = group_layers(layers)
+
+
+def group_layers(layers: list[Any]) -> list[int]:
+    """The group of each layer, given as (has a window, window, heads). Layers that are alike form groups, as many as
+    fit into a block. A block is as large as wastes least: when all groups hold as much, as they do for short texts, and
+    when those that keep all hold nearly everything, as for long ones.
+
+        5 layers that keep all, 29 with a window    blocks of 5 layers    groups of 5, 5 5 5 5 5 4 (one is wasted)
+        21 and 7                                    blocks of 7           groups of 7 7 7, 7
+    """
+    alike = {layer: layers.count(layer) for layer in sorted(set(layers))}  # those that keep all come first
+    sizes = [heads.size for *_, heads in layers]
+    unit, full = math.lcm(*sizes), [size for size, (has_window, *_) in zip(sizes, layers) if not has_window]
+
+    def cost(block: int) -> float:
+        groups = {layer: engine.cdiv(count, block // (2 * layer[2].size)) for layer, count in alike.items()}
+        of_full = sum(count for (has_window, *_), count in groups.items() if not has_window)
+        return (sum(groups.values()) * block / (2 * sum(sizes)) + of_full * block / (2 * sum(full))
+                + TABLE_COST * sum(groups.values()))
+
+    most = max(2 * layer[2].size * count for layer, count in alike.items())
+    block = min(range(engine.cdiv(2 * max(sizes), unit) * unit, most + unit, unit), key=cost)
+    groups, first = [0] * len(layers), 0
+    for layer, count in alike.items():
+        in_block = block // (2 * layer[2].size)
+        for number, index in enumerate(index for index, other in enumerate(layers) if other == layer):
+            groups[index] = first + number // in_block
+        first += engine.cdiv(count, in_block)
+    return groups
+
+
+class Layout:
+    """How layers share blocks. part_bytes[g]: of one layer's K, or V, in a block, of group g; num_parts[g]: such parts
+    in a block; places[i]: of layer i in its group"""
+
+    def __init__(self, config: model.ModelConfig, block_size: int, dtype: torch.dtype):
+        self.groups, self.heads, self.num_groups = config.groups, heads_of(config), max(config.groups) + 1
+        self.block_size, self.dtype = block_size, dtype
+        self.places = [self.groups[:index].count(group) for index, group in enumerate(self.groups)]
+        sizes = [2 * sum(heads.size for heads, group in zip(self.heads, self.groups) if group == one)
+                 for one in range(self.num_groups)]
+        unit = math.lcm(*(heads.size for heads in self.heads))
+        token_bytes = block_size * dtype.itemsize
+        self.block_bytes = engine.cdiv(max(sizes), unit) * unit * token_bytes
+        self.num_parts = [self.block_bytes // (self.heads[self.groups.index(group)].size * token_bytes)
+                          for group in range(self.num_groups)]
+        self.model_bytes = sum(sizes) * token_bytes  # of block_size tokens in every layer
+
+
+# --------------------------------------------------------------------------------------------------
+# The pool
+# --------------------------------------------------------------------------------------------------
+
+class KindsPool(Pool):
+    """A pool whose blocks serve all groups. Its size is given in blocks as of other models, of every layer."""
+
+    def __init__(self, layout: Layout, device: torch.device):
+        self.layout = layout
+        heads = layout.heads[0]
+        super().__init__(len(layout.groups), (layout.block_size, *heads), layout.dtype, device)
+
+    @property
+    def block_bytes(self) -> int:
+        return self.layout.model_bytes
+
+    def num_small(self, num_blocks: int) -> int:
+        """The number of the pool's blocks in the memory of num_blocks blocks of every layer."""
+        return num_blocks * self.block_bytes // self.layout.block_bytes
+
+    def allocate(self, num_blocks: int) -> Any:
+        """The K and V cache of each layer."""
+        layout = self.layout
+        try:
+            if self.device.type == "cpu" and num_blocks * self.block_bytes > host_memory():
+                raise RuntimeError
+            pool = torch.empty(self.num_small(num_blocks) * layout.block_bytes, dtype=torch.uint8, device=self.device)
+        except (RuntimeError, TypeError):
+            raise self.no_memory(num_blocks) from None
+        self.blocks = pool.view(-1, layout.block_bytes)
+        caches = []
+        for heads, group, place in zip(layout.heads, layout.groups, layout.places):
+            parts = pool.view(layout.dtype).view(-1, layout.block_size, *heads)
+            caches.append((parts[2 * place:], parts[2 * place + 1:]))
+        return caches
+
+    def no_memory(self, num_blocks: int) -> ValueError:
+        return ValueError(f"a pool of {num_blocks} blocks needs {num_blocks * self.block_bytes / GIB:.2f} GiB, "
+                          f"which {self.device} does not have; lower num_blocks or block_size")
+
+    def move(self, step: engine.SchedulerOutput) -> None:
+        if step.copies:
+            sources, copies = transfer.send(self.device, [list(blocks) for blocks in zip(*step.copies)])
+            self.blocks.index_copy_(0, copies.long(), self.blocks.index_select(0, sources))
+
+
+# --------------------------------------------------------------------------------------------------
+# The rows and the batch
+# --------------------------------------------------------------------------------------------------
+
+class KindsRows(Rows):
+    """A row has a table for each group, one after another, of part numbers: block * num_parts."""
+
+    def __init__(self, num_parts: list[int], num_seqs: int, max_blocks: int, device: torch.device):
+        self.num_parts, self.table_size = num_parts, engine.cdiv(max_blocks, 4) * 4
+        super().__init__(num_seqs, len(num_parts) * self.table_size, device)
+
+    def send(self, seqs: list[Any]) -> None:
+        width = self.block_tables.shape[1]
+        cells: list[int] = []
+        entries: list[int] = []
+        new: list[engine.Sequence] = []
+        for seq in seqs:
+            first, end = seq.num_sent_blocks, len(seq.block_table)
+            if first < end:  # the tables of all groups grow together
+                if first < 0:
+                    first = 0
+                    new.append(seq)
+                row = seq.row * width
+                for table, parts in zip((seq.block_table, *(part.block_table for part in seq.parts.values())),
+                                        self.num_parts):
+                    cells += range(row + first, row + end)
+                    entries += [max(block, 0) * parts for block in table[first:]]
+                    row += self.table_size
+                seq.num_sent_blocks = end
+        self.sent = cells, entries
+        self.write(cells, entries, new)
+
+
+@dataclass
+class KindsBatch(model.Batch):
+    groups: list[model.Batch]  # what the layers of each group read
+
+
+class KindsRunner(Runner):
+    rows: KindsRows
+    pool: KindsPool
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.pool = KindsPool(self.layout, self.device)
+
+    def _make_rows(self) -> Rows:
+        self.layout = Layout(self.config, self.block_size, self.kv_dtype)
+        return KindsRows(self.layout.num_parts, self.max_num_seqs, engine.cdiv(self.max_model_len, self.block_size),
+                         self.device)
+
+    def make_batch(self, sent: StepTensors, *args: Any, **options: Any) -> model.Batch:
+        batch = super().make_batch(sent, *args, **options)
+        tables = batch.block_tables.view(len(sent.rows), -1, self.rows.table_size)
+        slots = group_slots(tables, sent.positions, sent.slot_mapping, sent.query_start_loc, self.block_size)
+        hints = [batch.hints] + [batch.hints | dict(cascade=None, shared={}) for _ in slots[1:]]
+        groups = [replace(batch, block_tables=tables[:, group], slot_mapping=slots[group], hints=hints[group])
+                  for group in range(len(slots))]
+        return KindsBatch(*(getattr(batch, one.name) for one in fields(batch)), groups)
+
+
+def group_slots(tables: Tensor, positions: Tensor, slot_mapping: Tensor, query_start_loc: Tensor,
+                block_size: int) -> Tensor:
+    """The slot of each token in each group: [G, T]. -1 where slot_mapping has it. tables [N, G, table_size]"""
+    tokens = torch.arange(len(positions), dtype=torch.int32, device=positions.device)
+    place = torch.bucketize(tokens, query_start_loc[1:], right=True).clamp(max=len(tables) - 1)
+    slots = tables[place, :, positions // block_size] * block_size + (positions % block_size)[:, None]
+    return torch.where(slot_mapping[:, None] < 0, -1, slots).T.contiguous()
+
+
+# --------------------------------------------------------------------------------------------------
+# The parts
+# --------------------------------------------------------------------------------------------------
+
+def with_kinds(runner: type[Runner]) -> type[Runner]:
+    """The runner, for layers in groups."""
+    return type(f"Kinds{runner.__name__}", (KindsRunner, runner), {})
+
+
+def with_groups(modules: model.Modules) -> model.Modules:
+    """The modules, with layers that read what their group has of a batch."""
+    def in_group(kind: Any) -> Callable[..., model.Layer]:
+        made = type(f"{kind.__name__}InGroup", (InGroup, kind), {})
+        return lambda c, index, modules: made(c, index, modules)
+    return modules._replace(layer=in_group(modules.layer), last_layer=in_group(modules.last_layer))
+
+
+class InGroup(model.Layer):
+    """A layer that reads the tables and slots of its group."""
+
+    def __init__(self, config: model.ModelConfig, index: int, modules: model.Modules) -> None:
+        super().__init__(config, index, modules)
+        self.group = config.groups[index]
+
+    def attention(self, x: Tensor, rope: Tensor | None, batch: Any, *more: Any) -> Tensor:
+        return super().attention(x, rope, batch.groups[self.group], *more)
+
+
+def make_manager(options: Any, runner: Any, num_blocks: int) -> tuple[Kinds, int, int]:
+    """The BlockManager, the most tokens of a step, and the most tokens of a text."""
+    config, size, num_blocks = runner.config, runner.block_size, runner.pool.num_small(num_blocks)
+    of_groups = [config.sliding_windows[config.groups.index(group)] if config.sliding_windows else 0
+                 for group in range(max(config.groups) + 1)]
+    windows = [window if window < runner.max_model_len else 0 for window in of_groups]
+    most_tokens, wanted = options.max_num_batched_tokens, runner.max_model_len
+    while longest_text(num_blocks, size, windows, most_tokens) < wanted and most_tokens > FEWEST_TOKENS:
+        most_tokens //= 2  # the blocks of a step's tokens have to fit beside a window, in each group
+    manager = Kinds(num_blocks, size, options.enable_prefix_caching)
+    manager.kinds = {f"group {number}": Group(manager, f"group {number}", window, most_tokens)
+                     for number, window in enumerate(windows) if number}
+    return manager, most_tokens, longest_text(num_blocks, size, windows, most_tokens)
+
+
+def longest_text(num_blocks: int, block_size: int, windows: list[int], most_tokens: int) -> int:
+    """The most tokens of a text in a pool of num_blocks blocks."""
+    most = [max_blocks(window, most_tokens, block_size) for window in windows]
+    depth = num_blocks // len(windows)
+    while sum(min(depth + 1, one) for one in most) <= num_blocks:
+        # As many more as leave the groups that grow with the text enough.
+        growing = sum(depth < one for one in most)
+        left = num_blocks - sum(min(depth, one) for one in most)
+        depth += max(1, int(min(left // growing, *(one - depth for one in most if one > depth))))
+    return depth * block_size
