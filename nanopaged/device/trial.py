@@ -127,7 +127,9 @@ def choose_scales(runner: Runner) -> list[tuple[float, float]]:
              for _ in range(c.num_layers)]
     ids = torch.randint(c.vocab_size, (length,), generator=torch.Generator().manual_seed(0)).tolist()
     batch = trial_batch(runner, [length], torch.zeros(0, dtype=torch.int64, device=device), length, ids)
-    batch.block_tables = torch.arange(num_blocks, dtype=torch.int32, device=device)[None]
+    table = torch.arange(num_blocks, dtype=torch.int32, device=device)[None]
+    for one in (batch, *getattr(batch, "groups", ())):  # groups of layers (features/kinds)
+        one.block_tables, one.slot_mapping = table, batch.slot_mapping
     batch.hints["query_tiles"] = None  # the kernel makes its own: its tile over this cache may be another one
     runner.model(batch, [(k, v, 1.0, 1.0) for k, v in cache], runner.kernels)
     scales = runner.agree([power_of_two_scale(values) for layer in cache for values in layer], largest=True)

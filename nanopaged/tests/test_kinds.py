@@ -15,7 +15,7 @@ from nanopaged.features.kinds import Kinds
 from nanopaged.features.kinds.windows import Group
 from nanopaged.features.samples import Samples, SampleSequence
 from nanopaged.tests.fake_model import ARRIVALS, FakeModel, sequence
-from nanopaged.tests.helpers import NULL
+from nanopaged.tests.helpers import NULL, check_books
 from nanopaged.tests.test_random_operations import PARAMS, RandomGrammar, RandomGroup, RandomProposer
 
 
@@ -87,24 +87,6 @@ class KindsFake(FakeModel):
                 for i in range(size):
                     tokens = text[:len(text) - size + i + 1]
                     assert self.slots[block * size + i] == ((name, tokens) if of_group else tokens)
-
-
-def check_books(scheduler):
-    """What BlockManager promises, over the tables of all groups."""
-    manager, holders = scheduler.block_manager, Counter()
-    for seq in scheduler.running:
-        holders.update(seq.block_table)
-        for name, part in seq.parts.items():
-            held = part.block_table[part.num_null_blocks:]
-            assert set(part.block_table[:part.num_null_blocks]) <= {NULL} and NULL not in held
-            assert len(part.block_table) == len(seq.block_table) and len(held) <= manager.kinds[name].max_blocks_per_seq
-            holders.update(held)
-    assert not any(vars(seq).get("parts") or seq.block_table for seq in scheduler.waiting)
-    assert manager.ref_counts == [holders[block] for block in range(manager.num_blocks)]
-    assert set(manager.free_queue) == {block for block, count in enumerate(manager.ref_counts) if count == 0}
-    assert manager.key_of_block == {block: key for key, (block, _) in manager.prefix_cache.items()}
-    rows = sorted(seq.row for seq in scheduler.running) + scheduler.free_rows
-    assert sorted(rows) == list(range(scheduler.max_num_seqs))
 
 
 def kinds(num_blocks, block_size, windows, most_tokens, caching=True):

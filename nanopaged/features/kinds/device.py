@@ -23,12 +23,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nanopaged import engine, model
+from nanopaged import engine, kernel, model
 from nanopaged.device import transfer
 from nanopaged.device.pool import GIB, Pool
 from nanopaged.device.rows import Rows
 from nanopaged.device.runner import Runner, StepTensors
 from nanopaged.features.kinds import Kinds
+from nanopaged.features.kinds.slots import group_slots, group_slots_reference
 from nanopaged.features.kinds.windows import Group, max_blocks
 from nanopaged.weights.build import host_memory
 
@@ -216,20 +217,12 @@ class KindsRunner(Runner):
     def make_batch(self, sent: StepTensors, *args: Any, **options: Any) -> model.Batch:
         batch = super().make_batch(sent, *args, **options)
         tables = batch.block_tables.view(len(sent.rows), -1, self.rows.table_size)
-        slots = group_slots(tables, sent.positions, sent.slot_mapping, sent.query_start_loc, self.block_size)
+        compute = group_slots if self.kernels is kernel.TRITON else group_slots_reference
+        slots = compute(tables, sent.positions, sent.slot_mapping, sent.query_start_loc, self.block_size)
         hints = [batch.hints] + [batch.hints | dict(cascade=None, shared={}) for _ in slots[1:]]
         groups = [replace(batch, block_tables=tables[:, group], slot_mapping=slots[group], hints=hints[group])
                   for group in range(len(slots))]
         return KindsBatch(*(getattr(batch, one.name) for one in fields(batch)), groups)
-
-
-def group_slots(tables: Tensor, positions: Tensor, slot_mapping: Tensor, query_start_loc: Tensor,
-                block_size: int) -> Tensor:
-    """The slot of each token in each group: [G, T]. -1 where slot_mapping has it. tables [N, G, table_size]"""
-    tokens = torch.arange(len(positions), dtype=torch.int32, device=positions.device)
-    place = torch.bucketize(tokens, query_start_loc[1:], right=True).clamp(max=len(tables) - 1)
-    slots = tables[place, :, positions // block_size] * block_size + (positions % block_size)[:, None]
-    return torch.where(slot_mapping[:, None] < 0, -1, slots).T.contiguous()
 
 
 # --------------------------------------------------------------------------------------------------
