@@ -113,6 +113,13 @@ def run(model, *seqs):
     raise AssertionError("the scheduler makes no progress")
 
 
+def samples(model, prompt, n, max_new):
+    arrival = next(ARRIVALS)
+    seqs = [sequence(prompt, max_new, kind=SampleSequence, arrival=arrival, number=j) for j in range(n)]
+    Samples(seqs, lambda seq: model.scheduler)
+    return seqs
+
+
 # ---- Random operations
 
 def random_operations(count, rng, events):
@@ -208,3 +215,121 @@ def test_random_operations_keep_every_promise(seed):
         random_operations(250, rng, events)
     assert all(events[one] > 0 for one in ("copies", "preempted", "finished", "failed", "undone", "given back", "beams",
                                            "drafts", "forced")), events
+
+
+# ---- Hits
+
+def tokens(model, prompt, max_new=4):
+    """Run a prompt alone; the number of its tokens that were found."""
+    (seq,) = run(model, sequence(prompt, max_new))
+    return seq.num_cached_tokens
+
+
+@pytest.mark.parametrize("windows", [[6], [1], [0], [6, 0, 3]], ids=str)
+def test_a_prompt_finds_what_all_groups_have(windows):
+    """In blocks of 16: prompts of 100 tokens that share 80, the same prompt again, and a second turn."""
+    model = fake(block_size=16, windows=windows, most_tokens=32)
+    common, ends = list(range(100, 180)), [[i] * 20 for i in range(3)]
+    assert [tokens(model, common + end) for end in ends] == [0, 80, 80]
+    assert tokens(model, common + ends[0]) == 96  # all full blocks
+    assert tokens(model, common[:80]) == 80  # all of it: the last token is computed again, for its logits
+    chat = sequence(list(range(400)), 8)
+    run(model, chat)
+    assert tokens(model, chat.token_ids + [1] * 20) == 407 // 16 * 16
+
+
+def test_the_deepest_key_that_suits_all_groups():
+    """A group without the blocks of some window moves the hit, and then the other groups agree on another key."""
+    model = fake(windows=[6, 3], num_blocks=100)
+    manager, prompt = model.scheduler.block_manager, list(range(40))
+    tokens(model, prompt)
+    blocks = {name: {key: block for (key, of), (block, _) in manager.prefix_cache.items() if of == name}
+              for name in manager.kinds}
+    keys = sorted(blocks["group 1"])
+    for group, index, num_found in (("group 1", 8, 32), ("group 2", 7, 28), ("group 1", 5, 20)):
+        manager.evict(blocks[group][keys[index]])
+        assert manager.find_prefix(sequence(prompt)).num_tokens == num_found
+
+
+def test_what_a_trimmed_hit_computes_again_can_be_found():
+    """The first group had all its blocks, so the text computes them twice, and its own are reused first. The windows
+    are stored again."""
+    model, prompt = fake(num_blocks=60), list(range(40))
+    manager = model.scheduler.block_manager
+    tokens(model, prompt)
+    for key, name in [key for key in manager.prefix_cache if key[1] in manager.kinds]:
+        manager.evict(manager.prefix_cache[key, name][0])
+    num_cached = len(manager.key_of_block)
+    assert tokens(model, prompt) == 0
+    assert len(manager.key_of_block) == num_cached + 10  # no block of the first group twice
+    assert tokens(model, prompt) == 40
+
+
+def test_a_long_text_does_not_push_out_the_windows_of_others():
+    """The blocks that it gives back are reused before those from which texts are likely to go on."""
+    model = fake(num_blocks=60, windows=[6, 6], most_tokens=8)
+    prompt, other = list(range(30)), list(range(200, 216))
+    tokens(model, prompt)  # leaves 27 cached blocks, of which 10 are before the last window of the prompt
+    tokens(model, other, max_new=60)  # three times 19 blocks, where 33 are left
+    assert tokens(model, prompt) == 28
+
+
+def test_a_block_whose_last_token_was_pending_when_it_was_given_back():
+    """With a lookahead a block may leave a window of one token before its last token is known."""
+    model = fake(windows=[1], lookahead=1)
+    seq = sequence(range(6), 20)
+    run(model, seq)
+    assert tokens(model, seq.token_ids, 1) in (24, 25)
+
+
+# ---- Room
+
+@pytest.mark.parametrize("lengths, n, num_blocks", [([4, 4], 1, 12), ([6], 2, 9)], ids=["new blocks", "copies"])
+def test_a_step_takes_exactly_what_it_needs(lengths, n, num_blocks):
+    """All or nothing over three groups. Two texts take a second block each; a sample copies a block, the other one
+    keeps it. A pool with exactly these blocks preempts nobody."""
+    for missing in (0, 1):
+        model = fake(num_blocks - missing, windows=[0, 6])
+        for i, length in enumerate(lengths):
+            model.scheduler.add(samples(model, [i] * length, n, 2)[0])
+        run(model)
+        assert bool(model.events["preempted"]) == bool(missing)
+
+
+def test_admission_counts_what_all_groups_need():
+    """Each group alone would let all texts in, and then they would preempt each other."""
+    model = fake(num_blocks=30, windows=[6, 6], most_tokens=32)
+    run(model, *(sequence([i] * 20, 4) for i in range(6)))
+    assert model.events["preempted"] == 0
+
+
+def test_texts_that_share_a_window_need_it_once():
+    """A prompt of which everything is found and held needs a block for each group."""
+    model = fake(num_blocks=23, windows=[6, 6], most_tokens=32)
+    manager, prompt = model.scheduler.block_manager, list(range(16))
+    first, second = sequence(prompt, 6), sequence(prompt, 3)
+    model.scheduler.add(first)
+    model.step()
+    model.scheduler.add(second)
+    assert manager.num_blocks_needed(second, manager.find_prefix(second)) == 0
+    model.step()
+    assert len(model.scheduler.running) == 2
+    run(model)
+
+
+def test_samples_whose_prompt_has_left_the_window():
+    """A sample that finds no free row starts later, from a sample that has gone on. Then it begins as a new request."""
+    model = fake(windows=[3], max_num_seqs=1, lookahead=1)
+    seqs = samples(model, range(30), 3, 8)
+    run(model, seqs[0])
+    assert all(len(seq.token_ids) == 38 for seq in seqs)
+
+
+def test_nothing_is_asked_where_no_table_changes():
+    """Of a decode step the groups hear when a block is full, and when a window leaves one."""
+    model = fake(block_size=16, windows=[20] * 5, num_blocks=400)
+    calls, manager = Counter(), model.scheduler.block_manager
+    for kind in manager.kinds.values():
+        kind.give_back = lambda part, give_back=kind.give_back: (calls.update(["given back"]), give_back(part))
+    run(model, sequence(range(10), 320))
+    assert calls["given back"] <= 5 * (1 + 2 * 330 // 16)
