@@ -45,6 +45,7 @@ import nanopaged  # noqa: F401  before torch: it silences a warning of torch's
 import torch
 
 from nanopaged import LLM, SamplingParams, engine, kernel
+from nanopaged.features import hopper
 from nanopaged.features.batch import open_file
 from nanopaged.outputs import RequestMetrics
 from nanopaged.text.byte_level import ADDED_TOKEN, CHAR_OF
@@ -255,13 +256,14 @@ def attention_seconds(count: int, query_len: int, context: int, block_size: int 
     q = torch.randn(count * query_len, NUM_HEADS, HEAD_DIM, **options)
     lens = torch.full((count,), context, device="cuda", dtype=torch.int32)
     starts = torch.arange(0, len(q) + 1, query_len, device="cuda", dtype=torch.int32)
-    query_tile = kernel.tokens_per_tile(NUM_HEADS // NUM_KV_HEADS, HEAD_DIM, block_size, q.dtype, q.dtype, q.device)
+    kernels = hopper.with_prefill(kernel.TRITON)
+    query_tile = kernels.tokens_per_tile(NUM_HEADS // NUM_KV_HEADS, HEAD_DIM, block_size, q.dtype, q.dtype, q.device)
     tiles = kernel.make_query_tiles([query_len] * count, [context] * count, query_tile).cuda()
 
     def every_layer() -> None:
         for k_cache, v_cache in pools:
-            kernel.paged_attention(q, k_cache, v_cache, tables, lens, starts, HEAD_DIM ** -0.5, max_query_len=query_len,
-                                   max_seq_len=context, query_tiles=tiles, num_decodes=0 if query_len > 1 else None)
+            kernels.attention(q, k_cache, v_cache, tables, lens, starts, HEAD_DIM ** -0.5, max_query_len=query_len,
+                              max_seq_len=context, query_tiles=tiles, num_decodes=0 if query_len > 1 else None)
 
     every_layer()
     graph = torch.cuda.CUDAGraph()

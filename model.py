@@ -64,7 +64,16 @@ class Batch:
     seq_lens: Tensor  # [num_seqs] int32: tokens in the cache after this step
     query_start_loc: Tensor  # [num_seqs + 1] int32
     logits_indices: Tensor | None  # tokens whose logits are read; None: all. First each sampling sequence's last
-    hints: dict[str, Any]  # more arguments of attention: for Triton's, and for rectangles.py and last_layer.py
+    sampling_places: Tensor | None  # these sequences, indices into seq_lens; None: unknown
+    metadata: "AttentionMetadata"
+
+
+class AttentionMetadata(NamedTuple):
+    """What the host knows of a step's lengths. Attention in Triton needs it for its launches (chapter 1)."""
+    max_query_len: int
+    max_seq_len: int
+    num_decodes: int | None = None  # all sequences with one new token are among the first so many; None: anywhere
+    query_tiles: Tensor | None = None  # the work list of the others
 
 
 @dataclass
@@ -186,7 +195,7 @@ class Layer(nn.Module):
                                      batch.slot_mapping, k_scale, v_scale)
         o = kernels.attention(q, k_cache, v_cache, batch.block_tables, batch.seq_lens, batch.query_start_loc,
                               c.attention_scale or c.head_dim ** -0.5, sliding_window=self.window, k_scale=k_scale,
-                              v_scale=v_scale, **batch.hints)  # [T, H, head_dim], like q
+                              v_scale=v_scale, **batch.metadata._asdict())  # [T, H, head_dim], like q
         return self.attention_post_norm(self.o_proj(o.flatten(1)))
 
 
@@ -195,8 +204,12 @@ class LastLayer(Layer):
     others would predict tokens that the prompt has already, and each logit row takes vocab_size numbers."""
 
     def forward(self, x: Tensor, rope: Tensor | None, batch: Batch, cache: LayerCache, kernels: Kernels) -> Tensor:
-        x = super().forward(x, rope, batch, cache, kernels)
-        return x if batch.logits_indices is None else x.index_select(0, batch.logits_indices)
+        return select_rows(super().forward(x, rope, batch, cache, kernels), batch)
+
+
+def select_rows(x: Tensor, batch: Batch) -> Tensor:
+    """[T, ..] -> [R, ..]"""
+    return x if batch.logits_indices is None else x.index_select(0, batch.logits_indices)
 
 
 class MLP(nn.Module):

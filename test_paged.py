@@ -20,7 +20,7 @@ import engine
 import kernel
 import model
 from engine import Sampled, Status
-from kernel import cdiv, paged_attention, paged_attention_reference, store_kv
+from kernel import paged_attention, paged_attention_reference, store_kv
 from nanopaged import SamplingParams, optional_triton, tiles
 from nanopaged.tests.fake_model import fake, sequence
 from nanopaged.tests.helpers import (
@@ -55,7 +55,7 @@ def paged_problem(query_lens, seq_lens, *, heads=4, kv_heads=2, head_dim=32, blo
     sequence's last block names a block of NaN: a kernel that reads one of them shows it in its output. The pool's
     memory order is the caller's choice: other layers lie between the blocks, and heads may come before slots."""
     generator = torch.Generator().manual_seed(seed)
-    num_blocks = [cdiv(n, block_size) for n in seq_lens]
+    num_blocks = [tiles.cdiv(n, block_size) for n in seq_lens]
     inner = (kv_heads, block_size) if heads_first else (block_size, kv_heads)
     pool = torch.full((sum(num_blocks) + 2, 2, *inner, head_dim), float("nan"), dtype=dtype, device=DEVICE)
     pool = (pool.transpose(2, 3) if heads_first else pool).transpose(0, 1)
@@ -239,7 +239,7 @@ def test_padding_is_not_written():
     problem = paged_problem([1, 0, 4, 0], [7, 0, 6, 0])
     problem[0] = torch.cat([problem[0], torch.full_like(problem[0][:3], float("nan"))])  # rows of no sequence
     tiles = torch.tensor([[2, 0], [-1, 0], [-1, 3]], dtype=torch.int32, device=DEVICE)
-    tokens_per_tile = kernel.tokens_per_tile(2, 32, 16, torch.float32, torch.float32, problem[0].device)
+    tokens_per_tile = kernel.TRITON.tokens_per_tile(2, 32, 16, torch.float32, torch.float32, problem[0].device)
     assert tokens_per_tile > 4, "the work list above is for one tile of sequence 2"
     out = run_attention(paged_attention, problem, query_tiles=tiles)
     assert torch.equal(out[5:], torch.full_like(out[5:], 7.0))
@@ -377,7 +377,7 @@ NUM_RANDOM_OPERATIONS = int(os.environ.get("NUM_RANDOM_OPERATIONS", 24_000))
 def random_operations(count, rng, events):
     """On an engine of the chapter. (nanopaged/tests/test_random_operations.py adds the features.)"""
     block_size, max_len = rng.choice([1, 2, 3, 4, 8]), rng.choice([20, 40])
-    model = fake(cdiv(max_len, block_size) + 2 + rng.randint(0, 20), block_size, rng.choice([1, 3, 8]),
+    model = fake(tiles.cdiv(max_len, block_size) + 2 + rng.randint(0, 20), block_size, rng.choice([1, 3, 8]),
                  rng.choice([1, 5, 30]), rng.random() < 0.8, rng.choice([0, 1]))
     texts, alive = [[rng.randint(0, 2) for _ in range(max_len)] for _ in range(3)], []
     for _ in range(count):
@@ -505,7 +505,7 @@ def test_the_flat_batch_of_the_models_text():
         assert getattr(batch, name).tolist() == list(map(int, rows[name]))
     drawn = {name: cells for name, *cells in as_rows(llm.runner._compute.__doc__, "sequence     ")}
     assert drawn["sequence"] == ["A", "C", "B"] and drawn["tokens"][:3] == ["0", "1", "2..5"]
-    assert batch.hints["sampling_places"].tolist() == list(map(int, drawn["sampling_places"][:3]))
+    assert batch.sampling_places.tolist() == list(map(int, drawn["sampling_places"][:3]))
     assert batch.logits_indices.tolist() == list(map(int, drawn["logits_indices"][:3]))
 
 

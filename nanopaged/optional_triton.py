@@ -1,14 +1,12 @@
-"""Triton and Gluon if there are any, and what every kernel is compiled and launched with.
+"""Triton if there is one, and what every kernel is compiled and launched with.
 
 Without Triton (macOS, Windows) `triton` is None, and kernel.py has its torch path alone.
 """
 import os
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from nanopaged import tiles
 
@@ -38,37 +36,6 @@ VARYING_NUMBERS = ["num_splits", "num_rows", "num_out", "num_tokens"]
 jit = (triton.jit(do_not_specialize=VARYING_NUMBERS, do_not_specialize_on_alignment=VARYING) if triton
        else lambda function: function)
 
-# Gluon if this Triton has it, for the last part of kernel.py. It is experimental, and a Triton to come may have other
-# names or rules: `on_hopper` in kernel.py tries. Importing it takes 0.1 s, which machines without a GPU are spared.
-async_load = fence_async_shared = gl = mbarrier = warpgroup_mma = warpgroup_mma_wait = None
-try:
-    if INTERPRETED:
-        raise ImportError("the interpreter runs no Gluon")
-    if triton and triton.__version__.startswith("3.5."):
-        raise ImportError("its Gluon gives all parts of a program the same arguments")
-    from triton.experimental import gluon
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia import hopper
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-    fence_async_shared, mbarrier, tma = hopper.fence_async_shared, hopper.mbarrier, hopper.tma
-    warpgroup_mma, warpgroup_mma_wait = hopper.warpgroup_mma, hopper.warpgroup_mma_wait
-    async_load = tma.async_load if "async_load" in tma.__all__ else tma.async_copy_global_to_shared  # before Triton 3.8
-    gluon_jit = gluon.jit(do_not_specialize=["num_items", "num_kv_heads", "window", "table_row"],
-                          do_not_specialize_on_alignment=VARYING)
-except (ImportError, AttributeError) as error:
-    problem = str(error)
-
-    def gluon_jit(function: Any) -> Any:
-        return function
-
-
-def box_of(x: Tensor, shape: list[int]) -> Any:
-    """The tensor as copies of boxes of this shape see it, with the layout that wgmma reads: 128-byte swizzling of
-    16-bit numbers. The strides of x must be multiples of 16 bytes. ImportError: there is no Gluon."""
-    if gl is None:
-        raise ImportError(problem)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), shape, gl.NVMMASharedLayout(128, 16, len(shape)))
-
 
 def require_triton(device: torch.device) -> None:
     """Raise ValueError if the kernel cannot run on this device."""
@@ -80,12 +47,12 @@ def require_triton(device: torch.device) -> None:
 
 @lru_cache
 def launch_options(device: torch.device, in_chain: bool = True) -> dict[str, bool]:
-    """Options of every launch. in_chain: the kernel before or after it in a step is one of kernel.py's.
+    """Options of every launch. in_chain: the kernel before or after it in a step is one of ours.
 
     enable_fp_fusion: a multiplication and an addition in one instruction, with one rounding. Triton up to 3.9 does this
     by default, Triton 3.10 does not.
     PDL, launch_pdl: programmatic dependent launch, where device and Triton have it. On an H200 it saves about a
-    microsecond before each kernel that follows another one of kernel.py's. Between two kernels of the library it costs
+    microsecond before each kernel that follows another one of ours. Between two kernels of the library it costs
     0.3 microseconds.
     """
     if gdc_wait is None or INTERPRETED or not in_chain or not tiles.has_dependent_launch(device):

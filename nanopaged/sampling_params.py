@@ -40,6 +40,9 @@ class StructuredOutputsParams:
     disable_additional_properties: an object with `properties` has no others, as in xgrammar, unless the schema gives
         additionalProperties. False: it may have others, as JSON Schema says. A schema with allOf stays open: its parts
         are parts of one object
+    reasoning_token_ids: the token that ends the reasoning in front of the text, or the one that begins it and the one
+        that ends it. With one, the text begins within the reasoning. With two it may begin with the first, or fit at
+        once. (The server sets it with --reasoning-parser.)
     """
     json: str | dict | None = checked(None, (str, dict), always, "a JSON schema, as a dict or as text")
     regex: str | None = checked(None, str, always, "a string")
@@ -48,10 +51,12 @@ class StructuredOutputsParams:
     grammar: str | None = checked(None, str, always, "a string")
     json_object: bool | None = checked(None, bool, always, "True")
     disable_additional_properties: bool = checked(True, *FLAG)
+    reasoning_token_ids: list[int] | None = checked(None, (list, tuple), lambda x: len(x) in (1, 2) and all(
+        isinstance(token, Integral) and token >= 0 for token in x), "a list of one or two token ids")
 
     def __post_init__(self) -> None:
         check_fields(self)
-        *structures, _ = fields(self)
+        *structures, _, _ = fields(self)
         given = [each.name for each in structures if getattr(self, each.name) not in (None, False)]
         if len(given) != 1:
             raise ValueError("structured outputs are one of json, regex, choice, grammar and json_object, not "

@@ -31,17 +31,11 @@ TILE_M = 64  # elsewhere
 WIDE_TILE_M = 32  # for heads of more than WIDE_ROW bytes
 WIDE_ROW = 256  # bytes of one head of one token: head_dim 128 in 16 bits
 LARGE_SHARED_MEMORY = 200 * 1024  # bytes; a device with more is a Hopper or later
-HOPPER_TILE_M = 128  # of the kernel that only Hopper runs
-HOPPER_BLOCK_SIZE = 64  # half of its tile of keys
 MIN_DECODE_COLUMNS = 8  # what a tensor core multiplies at once, see `_decode_tile` in kernel.py
-# Columns of a tile of queries that attend to common blocks: (sequence, query head) pairs.
-MIN_PREFIX_COLUMNS, MAX_PREFIX_COLUMNS = 16, 64
-PREFIX_STAGES = {16: 3, 32: 2, 64: 2}  # by columns (H200); with more, 64 columns leave room for one program
 # The numbers of sequences for which graphs.py records decode steps, beside the largest number. From 113 sequences on,
 # at most an eighth of a recorded step is padding.
 DECODE_SIZES = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, 1024, 64)]
 MAX_DECODE_SIZE = 1024  # decode steps of more sequences are not recorded
-MOST_ENTRIES = 64  # of a cascade in a step: what a recorded step has room for
 MIN_DIM = 16  # the shortest inner dimension that tl.dot accepts
 
 
@@ -137,30 +131,15 @@ def decode_stages(num_contexts: int, sharing: int, row: int, device: torch.devic
     return 4 if sharing == 1 and row == WIDE_ROW and 3 < per_multiprocessor < 4 else 3
 
 
-def has_same_bits(tile_n: int, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether tiles of 8 and of 64 columns give a query the same bits. On an H200 they do for 16-bit numbers and tiles
-    of 64 tokens. (A head_dim of 256 has tiles of 32 tokens.) An fp8 cache, float32 and tiles of 32 add in another
-    order. Cards of capability 8 have the same layouts of products, and those of 10 have others."""
-    if device.type == "cpu":
-        return True
-    is_known = torch.cuda.get_device_capability(device)[0] in (8, 9)
-    return is_known and dtype.itemsize == cache_dtype.itemsize == 2 and tile_n == 64
-
-
 def prefill_config(group: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
     """`tile_config` of a prefill launch."""
     return tile_config("prefill", group, head_dim, dtype.itemsize, shared_memory(device))
 
 
-def fits_hopper(group: int, head_dim: int, block_size: int, dtype: torch.dtype, cache_dtype: torch.dtype,
-                device: torch.device) -> bool:
-    """Whether the prefill kernel that only Hopper runs is made for this model. Its tile of queries has room for groups
-    of a power of two. Other groups are padded, which pays with 7 query heads per kv head, and with 3, 5 or 6 does not.
-    """
-    padded = next_power_of_2(group)
-    return (has_dependent_launch(device) and torch.cuda.get_device_capability(device) == (9, 0)
-            and cache_dtype == dtype and dtype.itemsize == 2 and head_dim in (64, 128)
-            and block_size == HOPPER_BLOCK_SIZE and padded <= HOPPER_TILE_M // 2 and 8 * group >= 7 * padded)
+def tokens_per_tile(group: int, head_dim: int, block_size: int, dtype: torch.dtype, cache_dtype: torch.dtype,
+                    device: torch.device) -> int:
+    """Query tokens in a tile of prefill, as `make_query_tiles` needs it."""
+    return prefill_config(group, head_dim, dtype, device)["TILE_M"] // group
 
 
 def decode_config(num_contexts: int, sharing: int, group: int, head_dim: int, dtype: torch.dtype,
@@ -168,11 +147,6 @@ def decode_config(num_contexts: int, sharing: int, group: int, head_dim: int, dt
     """`tile_config` of a decode launch with `sharing` programs per context."""
     stages = decode_stages(num_contexts, sharing, head_dim * cache_dtype.itemsize, device)
     return tile_config("decode", group, head_dim, dtype.itemsize, shared_memory(device), cache_dtype.itemsize, stages)
-
-
-def prefix_columns(most_sharers: int, group: int) -> int:
-    """The columns of a tile for the queries of so many sequences."""
-    return max(MIN_PREFIX_COLUMNS, next_power_of_2(most_sharers * group))
 
 
 @lru_cache
@@ -193,11 +167,6 @@ def split_length(seq_len: int, tile_n: int) -> int:
     """kernel.split_length in Python."""
     sixteenth, least = (cdiv(seq_len, count * tile_n) * tile_n for count in (16, MAX_SPLITS))
     return max(min(max(sixteenth, MIN_SPLIT), MID_SPLIT), least)
-
-
-def longest_with(split_len: int) -> int:
-    """The longest context whose splits have this length."""
-    return split_len * (16 if split_len < MID_SPLIT else MAX_SPLITS)
 
 
 def split_bound(max_seq_len: int) -> int:

@@ -14,7 +14,7 @@ from nanopaged.device.choices import pick_devices, pick_kernels
 from nanopaged.device.runner import Runner
 from nanopaged.device.trial import allocate_pool
 from nanopaged.options import default_feature, feature
-from nanopaged.tiles import widest_window
+from nanopaged.tiles import has_dependent_launch, widest_window
 from nanopaged.weights.build import as_checkpoint, random_tensors
 from nanopaged.weights.checkpoint import find_on_disk, read_ordinary
 
@@ -53,7 +53,7 @@ def make_runners(options: Any, config: model.ModelConfig, path: Path,
     for device in devices[:1] if num_ranks > 1 else devices:
         kind, kernels, modules = pick_runner(options, device)
         if config.groups:
-            kind = feature("kinds.device", "a model with layers of several kinds").with_kinds(kind)
+            kind = runner_class([feature("kinds.device", "a model with layers of several kinds").KindsRunner, kind])
         if fp8:
             modules = feature("fused", "quantization").with_fp8(modules)
         parts: Any = config, options, device, kernels, modules, fp8, num_more_rows
@@ -73,20 +73,32 @@ def make_runners(options: Any, config: model.ModelConfig, path: Path,
 def pick_runner(options: Any, device: torch.device) -> tuple[type[Runner], kernel.Kernels, model.Modules]:
     """The plain runner, kernels and modules, or faster ones. (Attention in torch asks the device for lengths, which
     cannot be recorded.)"""
-    runner, kernels, modules = Runner, pick_kernels(options.attention, device), model.PLAIN
+    runners, kernels, modules = list[type[Runner]](), pick_kernels(options.attention, device), model.PLAIN
+    if kernels.in_triton:
+        hopper = has_dependent_launch(device) and default_feature("hopper", "prefill on Hopper, which is slower,")
+        kernels = hopper.with_prefill(kernels) if hopper else kernels
+        if cascade := default_feature("cascade", "decode of a common beginning, which is slower,"):
+            runners.append(cascade.CascadeRunner)
     if options.enforce_eager:
-        return runner, kernels, modules
+        return runner_class(runners), kernels, modules
     if last_layer := default_feature("last_layer", "the last layer, which computes all rows,"):
         modules = last_layer.MODULES
-    if kernels is kernel.TORCH:
+    if not kernels.in_triton:
         if rectangles := default_feature("rectangles", "attention of many sequences, which is slower,"):
             kernels = rectangles.KERNELS
     elif device.type == "cuda":
         if fused := default_feature("fused", "a step without small kernels, which is slower,"):
             modules = fused.MODULES
         if graphs := default_feature("graphs", "a step launched kernel by kernel, which is slower,"):
-            runner = graphs.GraphRunner
-    return runner, kernels, modules
+            runners.append(graphs.GraphRunner)
+        if pick := default_feature("pick", "sampling in many kernels, which is slower,"):
+            runners.append(pick.PickRunner)
+    return runner_class(runners), kernels, modules
+
+
+def runner_class(kinds: list[type[Runner]]) -> type[Runner]:
+    """Runner itself, or a class that does what all these subclasses do."""
+    return type("Runner", tuple(kinds), {}) if len(kinds) > 1 else kinds[0] if kinds else Runner
 
 
 def read(options: Any, config: model.ModelConfig, path: Path, runner: Runner) -> Iterable[tuple[str, Tensor]]:
@@ -102,10 +114,8 @@ def read(options: Any, config: model.ModelConfig, path: Path, runner: Runner) ->
 
 def load(runner: Runner, options: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Build the runner's model. Triton's kernels are compiled meanwhile."""
-    if runner.kernels is kernel.TRITON:
-        if cascade := default_feature("cascade", "decode of a common beginning, which is slower,"):
-            runner.cascade = cascade.pick(runner, options.disable_cascade_attn)
-        if runner.device.type == "cuda" and (warmup := default_feature("warmup", "a first request, which compiles,")):
+    if runner.kernels.in_triton and runner.device.type == "cuda":
+        if warmup := default_feature("warmup", "a first request, which compiles,"):
             warmup.start(runner)
     runner.load(tensors)
 

@@ -222,7 +222,8 @@ class LLM(Core):
         template = self.chat_templates[chat_template]
         if template is None:
             raise ValueError(templates.NO_CHAT_TEMPLATE)
-        text = template.render(messages, tools, add_generation_prompt, continue_final_message, chat_template_kwargs)
+        text = template.render(messages, tools, add_generation_prompt, continue_final_message, chat_template_kwargs,
+                               is_request=True)
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
     def stream(self, prompt: Any, params: SamplingParams | None = None) -> Generator[str, None, RequestOutput]:

@@ -54,7 +54,7 @@ def pick_dtype(dtype: str, checkpoint_dtype: torch.dtype, device: torch.device) 
 def pick_kv_dtype(kv_cache_dtype: str, dtype: torch.dtype, device: torch.device,
                   kernels: kernel.Kernels) -> torch.dtype:
     """The type of the cache's numbers: that of the model, or fp8."""
-    if device.type == "cpu" and kernels is kernel.TRITON and (dtype is torch.bfloat16 or kv_cache_dtype != "auto"):
+    if device.type == "cpu" and kernels.in_triton and (dtype is torch.bfloat16 or kv_cache_dtype != "auto"):
         raise ValueError("on a CPU the Triton kernel runs in Triton's interpreter, which computes bfloat16 and fp8 "
                          "wrongly; use attention='torch', or dtype 'float32' and kv_cache_dtype 'auto'")
     if kv_cache_dtype == "auto":

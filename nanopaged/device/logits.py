@@ -14,7 +14,7 @@ UNIT = 2.0**38  # the integer that stands for probability 1, see `kept_tokens`
 class LogitsStep:
     """Changes logits before tokens are drawn from them: features/edits.py and features/grammar.py have one each. A
     runner has none until the first request asks."""
-    is_late = False  # True: it needs the previous token on the host, so sampling waits until that step is read
+    is_late = False  # True: its plan needs the tokens of the step before on the host
 
     def plan(self, seqs: list[engine.Sequence], positions: list[int]) -> Any | None:
         """What to change in a step, when it is launched; None: nothing. positions: of the tokens that seqs sample"""
@@ -27,11 +27,6 @@ class LogitsStep:
 
     def drew(self, tokens: Tensor, plan: Any, rows: Tensor) -> None:
         """These tokens [R] have been drawn."""
-
-    def redraw(self, runner: Any, batch: Any, places: list[int], tokens: Tensor, plan: Any) -> Tensor:
-        """Of a late step: the tokens that a recorded step has drawn from the unchanged logits, drawn anew where the
-        plan changes these (features/graphs.py). places: those of the batch that sample"""
-        raise NotImplementedError
 
 
 def filtered(logits: Tensor, temperature: Tensor, settings: Tensor) -> Tensor:

@@ -28,26 +28,28 @@ class Rows:
             self.last_tokens = torch.zeros(num_seqs + 1, **ints)
             self.settings = torch.zeros(num_seqs + 1, SETTINGS_INTS, **ints)
         self.device = device
-        self.sent: tuple[list[int], list[int]] = [], []  # by the last step, for parallel.py: see `write`
 
     def send(self, seqs: list[engine.Sequence]) -> None:
         """Tell the device what is new in the rows of this step's sequences: entries of block tables, and the sampling
-        settings of sequences that are new in their row."""
-        width = self.block_tables.shape[1]
-        cells: list[int] = []
-        blocks: list[int] = []
-        new: list[engine.Sequence] = []
+        settings of sequences that are new in their row. With tables of 4 entries in the rows:
+
+            sequence    row   block_table   num_sent_blocks    cells     blocks
+            A           2     [5, 7]        1                  9         7           7 is new at index 1: cell 2 * 4 + 1
+            B           0     [3]           -1: new there      0         3           and B's settings
+            C           1     [8, 6]        2                  none
+        """
+        width, new = self.block_tables.shape[1], list[engine.Sequence]()
+        cells, blocks = list[int](), list[int]()
         for seq in seqs:
-            # A sequence that is new in its row: all entries, and its settings. Any other: the entries that changed.
-            if seq.num_sent_blocks < len(seq.block_table):
-                if seq.num_sent_blocks < 0:
-                    seq.num_sent_blocks = 0
+            table, num_sent = seq.block_table, seq.num_sent_blocks
+            if num_sent < len(table):
+                if num_sent < 0:
                     new.append(seq)
+                    num_sent = 0
                 first = seq.row * width
-                cells += range(first + seq.num_sent_blocks, first + len(seq.block_table))
-                blocks += [max(block, 0) for block in seq.block_table[seq.num_sent_blocks:]]  # -1: before the window
-                seq.num_sent_blocks = len(seq.block_table)
-        self.sent = cells, blocks
+                cells += range(first + num_sent, first + len(table))
+                blocks += [max(block, 0) for block in table[num_sent:]]  # block -1: no token attends to it any more
+                seq.num_sent_blocks = len(table)
         self.write(cells, blocks, new)
 
     def write(self, cells: list[int], blocks: list[int], new: list[engine.Sequence] = []) -> None:

@@ -28,13 +28,11 @@ The pool (pool.py) has the blocks that fit into 90% of the card, less what is in
 with a lookahead; on a CPU 1 GiB at most (trial.py). What else requests ask for: edits.py, grammar.py, logprobs.py.
 """
 import gc
-import weakref
-from collections import namedtuple
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from functools import cached_property, partial
-from typing import Any, Callable, ContextManager
+from typing import Any, Callable, ContextManager, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,12 +43,23 @@ from nanopaged.device.pool import Pool
 from nanopaged.device.rows import Rows
 from nanopaged.device.sampler import SamplingNeeds, pick, sample
 from nanopaged.device.step_input import StepInput
-from nanopaged.device.transfer import ForwardPass, LaunchedStep, on_its_device
+from nanopaged.device.transfer import ForwardPass, LaunchedStep, on_its_device, step_class
 from nanopaged.weights.build import build_model
 
-# StepInput.lists on the device, int32
-StepTensors = namedtuple("StepTensors", "input_ids positions slot_mapping query_start_loc seq_lens rows "
-                         "num_common_tokens cascade")
+
+class StepTensors(NamedTuple):
+    """StepInput.lists on the device, int32."""
+    input_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    rows: Tensor
+    more: tuple[Tensor, ...] = ()
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> "StepTensors":
+        return cls(*tensors[:6], more=tuple(tensors[6:]))
 
 
 class Runner:
@@ -63,17 +72,16 @@ class Runner:
     num_ranks = 1  # GPUs that share the model
     step_input = StepInput
     pick = staticmethod(pick)
-    cascade: Any = None  # finds what decoding sequences have in common (features/cascade.py)
     model: model.Transformer
     kv_cache: list[model.LayerCache] = []  # of each layer
     interruptible: Callable[[], ContextManager] = nullcontext  # for sections in which Ctrl-C does no harm
 
     def __init__(self, config: model.ModelConfig, options: Any, device: torch.device, kernels: kernel.Kernels,
                  modules: model.Modules, fp8: bool = False, num_more_rows: int = 0):
-        self.config, self.device, self.kernels, self.modules, self.fp8 = config, device, kernels, modules, fp8
+        self.config, self.options, self.device, self.fp8 = config, options, device, fp8
+        self.kernels, self.modules = kernels, modules
         self.max_model_len = options.max_model_len or config.max_position_embeddings
         self.max_num_seqs, self.max_num_batched_tokens = options.max_num_seqs, options.max_num_batched_tokens
-        self.warm_up = options.warm_up  # record all steps before the first request (features/graphs.py)
         self.max_num_samples = min(self.max_num_seqs + num_more_rows,  # logit rows in a step (more: of drafts)
                                    max(self.max_num_seqs, self.max_num_batched_tokens))
         # On a GPU a tile of the kernel should lie within one block; a CPU gathers slots, and small blocks share more.
@@ -88,9 +96,8 @@ class Runner:
         self.rows = self._make_rows()
         self.send = partial(transfer.send, device)
         self.logits_steps: dict[type, Any] = {}  # see logits.py
+        self.step_kinds: dict[type[LaunchedStep], None] = {}  # see `extend_steps`
         self.compiling: list[Future] = []  # Triton's kernels (features/warmup.py)
-        # The last step, if it is sampled late and is not sampled yet; held weakly: a step refers to the runner.
-        self.unsampled: weakref.WeakSet[LaunchedStep] = weakref.WeakSet()
 
     def _make_rows(self) -> Rows:
         return Rows(self.max_num_seqs, engine.cdiv(self.max_model_len, self.block_size), self.device)
@@ -105,35 +112,38 @@ class Runner:
             self.logits_steps.setdefault(kind, kind(self))
         return self.logits_steps[kind]
 
+    def extend_steps(self, kind: type[LaunchedStep]) -> None:
+        """From now on launched steps do what this subclass does, too. Any thread may call this."""
+        self.step_kinds.setdefault(kind)
+
     @on_its_device
     @torch.inference_mode()
     def launch(self, step: engine.SchedulerOutput) -> LaunchedStep:
-        """Launch a step: plan its sampling, launch the forward pass, launch sampling. Calling the result waits for the
-        tokens. `launch` does not wait for a GPU, unless attention is in torch, which reads lengths on the host. On a
-        CPU the step is computed here. Sampling is a function, ForwardPass.draw, because a **late** step is sampled by
-        the next `launch`: the mask of a grammar needs the previous step's token on the host."""
-        while self.unsampled:
-            self.unsampled.pop().sample()
+        """Launch a step. Calling the result waits for its tokens. `launch` does not wait for a GPU, unless attention is
+        in torch, which reads lengths on the host. On a CPU the step is computed here."""
+        launched = step_class(*self.step_kinds)(self)
         self.pool.move(step)
         self.rows.send(step.seqs)
-        batch = self.step_input.of(step, self.block_size, self.cascade)
-        launched = LaunchedStep(self, step, batch)
-        launched.start(self._compute(batch, launched.places, launched.more_tokens, launched.needs))
+        batch = self.read(step)
+        launched.plan(batch)
+        launched.start(self._compute(batch, launched.more_tokens, launched.needs))
         return launched
+
+    def read(self, step: engine.SchedulerOutput) -> StepInput:
+        return self.step_input.of(step, self.block_size)
 
     @cached_property
     def tokens_per_tile(self) -> int:
         """Of prefill. It may depend on what compiles, so nothing asks for it before that."""
         c = self.config
-        return kernel.tokens_per_tile(c.num_heads // c.num_kv_heads, c.head_dim, self.block_size, self.dtype,
-                                      self.kv_dtype, self.device)
+        return self.kernels.tokens_per_tile(c.num_heads // c.num_kv_heads, c.head_dim, self.block_size, self.dtype,
+                                            self.kv_dtype, self.device)
 
     def wait(self, event: torch.cuda.Event) -> None:
         with self.interruptible():
             event.synchronize()
 
-    def _compute(self, batch: StepInput, sampling_places: list[int], more_tokens: list[int],
-                 needs: SamplingNeeds) -> ForwardPass:
+    def _compute(self, batch: StepInput, more_tokens: list[int], needs: SamplingNeeds) -> ForwardPass:
         """Launch the forward pass. Logits are computed of the last token at each sampling place, and of more_tokens.
 
             sequence             A   C   B
@@ -142,33 +152,31 @@ class Runner:
             logits_indices       0   1   5        tokens whose logits are computed, a logit row for each
             sent.rows            4   0   7        batch rows: indices into the tensors that stay on the device
         """
-        last_tokens = [batch.query_start_loc[place + 1] - 1 for place in sampling_places]
-        *lists, places, logits_indices = self.send([*batch.lists, sampling_places, last_tokens + more_tokens])
-        sent = StepTensors(*lists)
-        query_tiles = None
-        if self.kernels is kernel.TRITON:
-            work = kernel.make_query_tiles(batch.num_tokens, batch.seq_lens, self.tokens_per_tile)
-            query_tiles = transfer.to_device(self.device, work)
-        inputs = self.make_batch(sent, logits_indices, places, max(batch.num_tokens), max(batch.seq_lens),
-                                 batch.num_tokens.count(1), query_tiles, batch.cascade_columns)
+        last_tokens = [batch.query_start_loc[place + 1] - 1 for place in batch.sampling_places]
+        *lists, places, logits_indices = self.send([*batch.lists, batch.sampling_places, last_tokens + more_tokens])
+        sent, metadata = StepTensors.of(lists), self.metadata(batch.num_tokens, batch.seq_lens)
+        inputs = self.make_batch(sent, logits_indices, places, metadata)
         with self.interruptible():
             logits = self.model(inputs, self.kv_cache, self.kernels)
-        if not sampling_places:
+        if not batch.sampling_places:
             return ForwardPass(partial(torch.empty, 0, dtype=torch.int64, device=self.device), logits)
         rows, seq_lens = sent.rows.index_select(0, places), sent.seq_lens.index_select(0, places)
         return ForwardPass(partial(self.sample, logits[:len(places)], rows, seq_lens, needs), logits)
 
+    def metadata(self, query_lens: list[int], seq_lens: list[int]) -> model.AttentionMetadata:
+        query_tiles = None
+        if self.kernels.in_triton:
+            work = kernel.make_query_tiles(query_lens, seq_lens, self.tokens_per_tile)
+            query_tiles = transfer.to_device(self.device, work)
+        return model.AttentionMetadata(max(query_lens), max(seq_lens), query_lens.count(1), query_tiles)
+
     def make_batch(self, sent: StepTensors, logits_indices: Tensor | None, sampling_places: Tensor | None,
-                   max_query_len: int, max_seq_len: int, num_decodes: int, query_tiles: Tensor | None,
-                   cascade_columns: int = 0) -> model.Batch:
-        input_ids = self.rows.with_last_tokens(sent.input_ids, sent.rows[:num_decodes])
+                   metadata: model.AttentionMetadata) -> model.Batch:
+        """The model's inputs."""
+        input_ids = self.rows.with_last_tokens(sent.input_ids, sent.rows[:metadata.num_decodes])
         block_tables = self.rows.block_tables.index_select(0, sent.rows)
-        hints = dict(max_query_len=max_query_len, max_seq_len=max_seq_len, num_decodes=num_decodes,
-                     query_tiles=query_tiles, shared={}, sampling_places=sampling_places,
-                     cascade=(sent.cascade.view(-1, 4), sent.num_common_tokens, cascade_columns)
-                     if cascade_columns else None)
         return model.Batch(input_ids, sent.positions, sent.slot_mapping, block_tables, sent.seq_lens,
-                           sent.query_start_loc, logits_indices, hints)
+                           sent.query_start_loc, logits_indices, sampling_places, metadata)
 
     def sample(self, logits: Tensor, rows: Tensor, positions: Tensor, needs: SamplingNeeds) -> Tensor:
         """One token for each logit row, -1 if that is unusable. The token (0 in place of -1) becomes the last token of
@@ -178,14 +186,12 @@ class Runner:
             logits = change(logits, plan, rows, positions)
         tokens = sample(logits, self.rows.settings.index_select(0, rows), positions, needs, self.pick)
         usable = tokens.clamp(min=0)
-        # With drafts a batch row is in `rows` several times, so any of its tokens may be written last. No step reads
-        # that entry: the host reads this step first, and sends the token's id (features/drafts.py).
         self.rows.last_tokens.index_copy_(0, rows.long(), usable.int())
         for change, plan in needs.plans:  # the last thing that can fail: a step whose sampling failed may draw again
             change.drew(usable, plan, rows)
         return tokens
 
-    # ---- for features/tensor_parallel and graphs.py, which have more to do here
+    # ---- for subclasses, which have more to do here
 
     def agree(self, numbers: list[float], largest: bool) -> list[float]:
         """The largest or smallest of each number over all GPUs that share the model."""
@@ -193,3 +199,7 @@ class Runner:
 
     def prepare(self) -> None:
         """Do what needs the pool."""
+
+    def trial(self, batch: model.Batch) -> model.Batch:
+        """The inputs of a step that is tried before there is a pool (trial.py), with what may take more memory."""
+        return batch

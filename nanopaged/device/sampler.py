@@ -20,29 +20,33 @@ class SamplingNeeds(NamedTuple):
     """What the sequences of a batch need for sampling."""
     greedy: bool = False  # every sequence is greedy, so nothing is drawn
     filters: bool = False  # top_k, top_p or min_p
-    logprobs: bool = False  # the logits are read once more
-    is_late: bool = False  # one of the plans is that of a late step
+    is_late: bool = False  # the last plan needs the tokens of the step before
+    keeps_logits: bool = False  # the logits are read again after sampling
     plans: list[tuple[Any, Any]] = []  # of each LogitsStep (logits.py) that changes these logits: (step, its plan)
 
     @classmethod
-    def of(cls, seqs: list[engine.Sequence], positions: list[int], steps: Iterable[Any],
-           logprobs: bool) -> "SamplingNeeds":
+    def of(cls, seqs: list[engine.Sequence], positions: list[int], steps: Iterable[Any]) -> "SamplingNeeds":
         """positions: of the sampled tokens; steps: the runner's"""
         settings = [seq.sampling for seq in seqs]
         plans = [(step, plan) for step in sorted(steps, key=attrgetter("is_late"))
                  if (plan := step.plan(seqs, positions)) is not None]
-        return cls(all([s.is_greedy for s in settings]), any([s.has_filter for s in settings]), logprobs,
-                   plans[-1][0].is_late if plans else False, plans)
+        return cls(all([s.is_greedy for s in settings]), any([s.has_filter for s in settings]),
+                   plans[-1][0].is_late if plans else False, plans=plans)
 
 
 def pack_settings(params: SamplingParams, seed: int) -> tuple[int, ...]:
-    """Sampling settings as SETTINGS_INTS 32-bit integers: three floats (temperature, top_p, min_p) and a gap, two
-    64-bit integers (the seed, mixed, and top_k)."""
+    """Sampling settings as SETTINGS_INTS 32-bit integers. These are the 32 bytes of a row of `Rows.settings`, which
+    `sample` reads as three types:
+
+        bytes        0            4      8      12     16            24
+        float32      temperature  top_p  min_p  (gap)
+        int64                                          seed, mixed   top_k (0: all tokens)
+    """
     top_k = min(params.top_k, 2**31 - 1)
     return struct.unpack("8i", struct.pack("fff4xqq", params.temperature, params.top_p, params.min_p, mix(seed), top_k))
 
 
-SETTINGS_INTS = 8  # 32-bit integers of one sequence's settings, see `pack_settings`
+SETTINGS_INTS = 8
 LOW_BITS = 2**32 - 1
 
 
@@ -53,7 +57,7 @@ def sample(logits: Tensor, settings: Tensor, positions: Tensor, needs: SamplingN
 
     settings: [R, SETTINGS_INTS] int32, each from `pack_settings`
     positions: [R], of the drawn tokens in their sequences
-    pick: the function below, or kernel.pick
+    pick: the function below, or another form of it
     """
     if needs.greedy:
         largest, tokens = logits.max(-1)

@@ -1,14 +1,16 @@
 """A step as the runner reads it: flat lists of integers."""
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from nanopaged import engine
+
+Place = tuple[engine.Sequence, int, int]  # (sequence, number of new tokens, tokens in the cache after this step)
 
 
 @dataclass(slots=True)
 class StepInput:
     """A step as lists of integers: the new tokens of all sequences in one flat batch. T tokens, N places: the **place**
-    of a sequence is its index in the batch. (With drafts it has a place for its last token and one for each draft.)
+    of a sequence is its index in the batch.
 
     Sequences with one new token come first, the longest context at the front: Triton's attention has one launch for
     these and one for the others, and the longest context should not run alone at the end. With block_size 4, A (table
@@ -21,6 +23,8 @@ class StepInput:
         query_start_loc   0     1     2              6      [N + 1]
         seq_lens          7     5     4                     [N]      tokens in the cache after this step
         rows              4     0     7                     [N]      batch rows: where the device has their tables
+        sampling_places   0     1     2                     [R]      places that sample, here all three
+        sampled_rows      0     2     1                     [R]      the scheduler has them in the order A B C
     """
     seqs: list[engine.Sequence]
     num_tokens: list[int]  # [N] new ones
@@ -30,36 +34,35 @@ class StepInput:
     query_start_loc: list[int] = field(default_factory=[0].copy)
     seq_lens: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
-    num_common_tokens: list[int] = field(default_factory=list)  # of decodes, or empty: see features/cascade.py
-    cascade: list[int] = field(default_factory=list)  # entries of the cascade
-    cascade_columns: int = 0
+    sampling_places: list[int] = field(default_factory=list)  # a logit row for each
+    sampled_rows: list[int] = field(default_factory=list)  # the logit row of each of SchedulerOutput.sampled
+    more: list[list[int]] = field(default_factory=list)  # lists that a feature sends to the device, too
 
     @property
     def lists(self) -> list[list[int]]:
         return [self.input_ids, self.positions, self.slot_mapping, self.query_start_loc, self.seq_lens, self.rows,
-                self.num_common_tokens, self.cascade]
+                *self.more]
 
     @classmethod
-    def of(cls, step: engine.SchedulerOutput, block_size: int, cascade: Any = None) -> "StepInput":
-        decodes, prompts = list[tuple[engine.Sequence, int]](), list[tuple[engine.Sequence, int]]()
-        for seq, num_tokens in zip(step.seqs, step.num_tokens):
-            (decodes if cls.is_decode(seq, num_tokens) else prompts).append((seq, num_tokens))
-        # The scheduler has counted this step's tokens as computed: that is the context's length after this step.
-        decodes.sort(key=lambda decode: decode[0].num_computed_tokens, reverse=True)
-        batch = cls([], [])
-        if cascade:
-            decodes, batch.cascade, batch.num_common_tokens, batch.cascade_columns = cascade.find(decodes)
-        for seq, num_tokens in decodes:  # one token; with drafts several, each in a place of its own
-            for seq_len in range(seq.num_computed_tokens - num_tokens + 1, seq.num_computed_tokens + 1):
-                batch._add(seq, 1, seq_len, block_size)
-        for seq, num_tokens in prompts:
-            batch._add(seq, num_tokens, seq.num_computed_tokens, block_size)
+    def of(cls, step: engine.SchedulerOutput, block_size: int,
+           arrange: Callable[[list[Place]], list[Place]] = list) -> "StepInput":
+        """arrange: puts the places with one new token into another order"""
+        places, batch = cls.places_of(step), cls([], [])
+        ones = [place for place in places if place[1] == 1]
+        ones.sort(key=lambda place: place[0].num_computed_tokens, reverse=True)
+        for place in arrange(ones):
+            batch._add(*place, block_size)
+        for place in places:
+            if place[1] > 1:
+                batch._add(*place, block_size)
+        batch._find_sampling_places(step)
         return batch
 
     @staticmethod
-    def is_decode(seq: engine.Sequence, num_tokens: int) -> bool:
-        """Whether each of the new tokens has a place of its own, and none is part of a chunk."""
-        return num_tokens == 1
+    def places_of(step: engine.SchedulerOutput) -> list[Place]:
+        """The places in any order. The scheduler has counted this step's tokens as computed, so num_computed_tokens is
+        the context's length after this step."""
+        return [(seq, num_tokens, seq.num_computed_tokens) for seq, num_tokens in zip(step.seqs, step.num_tokens)]
 
     @staticmethod
     def input_id(seq: engine.Sequence, position: int) -> int:
@@ -83,3 +86,11 @@ class StepInput:
         self.query_start_loc.append(len(self.input_ids))
         self.seq_lens.append(end)
         self.rows.append(seq.row)
+
+    def _find_sampling_places(self, step: engine.SchedulerOutput) -> None:
+        """A place samples the token at position p of its sequence if the cache has p tokens of it after this step."""
+        place_of = {key: place for place, key in enumerate(zip(self.seqs, self.seq_lens))}
+        sampled = [place_of[key] for key in zip(step.sampled, step.positions)]
+        self.sampling_places = sorted(sampled)
+        row_of = {place: row for row, place in enumerate(self.sampling_places)}
+        self.sampled_rows = [row_of[place] for place in sampled]

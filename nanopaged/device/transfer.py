@@ -1,7 +1,7 @@
 """Between the host and the device: `send` takes integers over, and a `LaunchedStep` brings a step's tokens back."""
 from array import array
 from contextlib import nullcontext
-from functools import wraps
+from functools import cache, wraps
 from itertools import chain
 from typing import Any, Callable, ContextManager, NamedTuple
 
@@ -50,72 +50,47 @@ class ForwardPass(NamedTuple):
 
 
 class LaunchedStep:
-    """A launched step. Calling it waits for the step's tokens and returns a Sampled; `is_done` says whether the call
-    would return at once. Steps are called in the order of their launches.
+    """A step from its launch until its tokens are on the host. Calling it waits for the tokens and returns a Sampled;
+    `is_done` says whether the call would return at once. Steps are called in the order of their launches.
 
-    `Runner.launch` calls `start`, and `start` calls `sample`, which launches sampling and the copy of the tokens to the
-    host. A late step needs the tokens of the step before, which the host has not read then. The next launch samples
-    it, or `is_done` or the call does:  launch 1 | sample 1, launch 2 | read 1 | sample 2, launch 3 | read 2
-
-    places, seqs: places in the batch whose sequences sample, and these sequences
-    more_tokens: tokens of the flat batch whose logits are wanted, too
-    needs: the sampling features that seqs use
+    batch, needs: the step, and what its sampling needs
+    more_tokens: tokens of the flat batch whose logits are wanted besides those of the places that sample
     """
+    done: torch.cuda.Event | None = None
 
-    def __init__(self, runner: Any, step: engine.SchedulerOutput, batch: StepInput):
-        self.runner, self.sampled, self.device, samples = runner, step.sampled, runner.device, set(step.sampled)
-        self.places = [place for place, seq in enumerate(batch.seqs) if seq in samples]
-        self.seqs = [batch.seqs[place] for place in self.places]
-        self.logprobs: Any = None
-        if any([seq.sampling.wants_logprobs for seq in batch.seqs]):
-            from nanopaged.features.logprobs import StepLogprobs
-            self.logprobs = StepLogprobs(batch, self.seqs)
-        self.more_tokens: list[int] = self.logprobs.more_tokens if self.logprobs else []
-        self.needs = SamplingNeeds.of(self.seqs, [batch.seq_lens[place] for place in self.places],
-                                      runner.logits_steps.values(), bool(self.logprobs))
-        self.forward_pass: ForwardPass | None = None  # launched and not sampled
-        self.on_host: list[Tensor] = []
-        self.done: torch.cuda.Event | None = None
+    def __init__(self, runner: Any):
+        self.runner, self.device = runner, runner.device
+
+    def plan(self, batch: StepInput) -> None:
+        """Before the forward pass is launched."""
+        self.batch, self.more_tokens = batch, list[int]()
+        seqs, lens = ([numbers[place] for place in batch.sampling_places] for numbers in (batch.seqs, batch.seq_lens))
+        self.needs = SamplingNeeds.of(seqs, lens, self.runner.logits_steps.values())
 
     def start(self, forward_pass: ForwardPass) -> None:
-        """The forward pass is launched."""
-        self.forward_pass = forward_pass
-        if self.needs.is_late:
-            self.runner.unsampled.add(self)
-        else:
-            self.sample()
+        """The forward pass is launched: launch sampling, and the copy of the tokens to the host."""
+        self.copy(forward_pass.draw(), forward_pass.logits)
 
-    @on_its_device
-    @torch.inference_mode()
-    def sample(self) -> None:
-        """Launch sampling, and the copy of the tokens to the host, with log probabilities if they are wanted. Nothing
-        happens if that has been done."""
-        if self.forward_pass is None:
-            return
-        logits, tokens = self.forward_pass.logits, self.forward_pass.draw()
-        self.forward_pass = ForwardPass(lambda: tokens, logits)  # if a line below fails, a retry must not draw again
-        tensors = [tokens]
-        if self.logprobs:
-            tensors += self.logprobs.tensors(self.runner.send, tokens, logits)
-        self.on_host = [tensor.to("cpu", non_blocking=True, copy=True) for tensor in tensors]  # from a GPU: pinned
-        if self.device.type == "cuda":
+    def copy(self, tokens: Tensor, logits: Tensor) -> None:
+        self.on_host = [tensor.to("cpu", non_blocking=True, copy=True) for tensor in self.results(tokens, logits)]
+        if self.device.type == "cuda":  # the copies are in pinned memory, so the host goes on before they are complete
             self.done = torch.cuda.Event()
             self.done.record(torch.cuda.current_stream(self.device))
-        self.forward_pass = None  # frees the logits
+
+    def results(self, tokens: Tensor, logits: Tensor) -> list[Tensor]:
+        """What is copied to the host."""
+        return [tokens]
 
     def is_done(self) -> bool:
-        self.sample()
         return self.done is None or self.done.query()
 
     def __call__(self) -> engine.Sampled:
-        self.sample()
         if self.done is not None:
             self.runner.wait(self.done)
-        # The batch has another order than the scheduler. A sequence with drafts is in both several times.
-        logit_rows: dict[engine.Sequence, list[int]] = {}
-        for logit_row, seq in enumerate(self.seqs):
-            logit_rows.setdefault(seq, []).append(logit_row)
-        order = [logit_rows[seq].pop(0) for seq in self.sampled]
-        tokens, *more = self.on_host
-        ids = tokens[order].tolist()
-        return self.logprobs.sampled(ids, more, order) if self.logprobs else engine.Sampled(ids)
+        return engine.Sampled(self.on_host[0][self.batch.sampled_rows].tolist())
+
+
+@cache
+def step_class(*kinds: type[LaunchedStep]) -> type[LaunchedStep]:
+    """LaunchedStep itself, or a class that does what all these subclasses do."""
+    return type("LaunchedStep", kinds, {}) if len(kinds) > 1 else kinds[0] if kinds else LaunchedStep

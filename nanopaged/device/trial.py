@@ -8,8 +8,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from nanopaged import engine, model, tiles
-from nanopaged.device import transfer
+from nanopaged import engine, model
 from nanopaged.device.pool import FP8, GIB
 from nanopaged.device.runner import Runner, StepTensors
 from nanopaged.device.sampler import SamplingNeeds
@@ -46,14 +45,11 @@ def trial_batch(runner: Runner, query_lens: list[int], logits_indices: Tensor, m
     writes them, from slot 0 on."""
     num_tokens = sum(query_lens)
     positions = list(range(num_tokens)) if ids else [0] * num_tokens
-    columns = tiles.MAX_PREFIX_COLUMNS if runner.cascade and max(query_lens) == 1 else 0  # with memory for its sums
-    sent = StepTensors(*runner.send([
+    sent = StepTensors.of(runner.send([
         ids or positions, positions, positions if ids else [-1] * num_tokens, [0, *accumulate(query_lens)],
-        query_lens, [runner.max_num_seqs] * len(query_lens),
-        [0] * len(query_lens) if columns else [], [0] * 4 if columns else []]))
-    work = tiles.make_query_tiles(query_lens, query_lens, runner.tokens_per_tile)
-    return runner.make_batch(sent, logits_indices, None, max(query_lens), max_seq_len, query_lens.count(1),
-                             transfer.to_device(runner.device, work), columns)
+        query_lens, [runner.max_num_seqs] * len(query_lens)]))
+    metadata = runner.metadata(query_lens, query_lens)._replace(max_seq_len=max_seq_len)
+    return runner.make_batch(sent, logits_indices, None, metadata)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -99,7 +95,7 @@ def peak_of(runner: Runner, query_lens: list[int]) -> int:
     before = torch.cuda.memory_allocated(runner.device)
     count = min(runner.max_num_samples, sum(query_lens))
     sampled = torch.zeros(count, dtype=torch.int32, device=runner.device)
-    batch = trial_batch(runner, query_lens, sampled, runner.max_model_len)
+    batch = runner.trial(trial_batch(runner, query_lens, sampled, runner.max_model_len))
     with memory_for(f"a step of {sum(query_lens)} tokens and {count} samples does not fit beside the weights; lower "
                     "max_num_batched_tokens or max_num_seqs"):
         for needs in (SamplingNeeds(), SamplingNeeds(filters=True), SamplingNeeds(greedy=True)):
@@ -130,7 +126,8 @@ def choose_scales(runner: Runner) -> list[tuple[float, float]]:
     table = torch.arange(num_blocks, dtype=torch.int32, device=device)[None]
     for one in (batch, *getattr(batch, "groups", ())):  # groups of layers (features/kinds)
         one.block_tables, one.slot_mapping = table, batch.slot_mapping
-    batch.hints["query_tiles"] = None  # the kernel makes its own: its tile over this cache may be another one
+        # The kernel makes its own work list: its tile over this cache may be another one.
+        one.metadata = batch.metadata._replace(query_tiles=None)
     runner.model(batch, [(k, v, 1.0, 1.0) for k, v in cache], runner.kernels)
     scales = runner.agree([power_of_two_scale(values) for layer in cache for values in layer], largest=True)
     return list(zip(scales[::2], scales[1::2]))

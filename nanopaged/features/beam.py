@@ -147,7 +147,7 @@ class BeamSequence(engine.Sequence):
 
 def start(core: Any, text: str | None, token_ids: list[int], params: BeamSearchParams) -> "BeamSearch":
     """A search that is not queued yet."""
-    feature("logprobs", "beam search")  # candidates are log probabilities
+    feature("logprobs", "beam search").extend_steps(core)  # candidates are log probabilities
     group = BeamGroup(params, core.eos_token_ids, min(params.max_tokens, core.max_model_len - len(token_ids)))
     return BeamSearch(text, token_ids, group, next(core.arrivals), core.scheduler_of, core.tokenizer)
 

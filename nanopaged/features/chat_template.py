@@ -33,6 +33,7 @@ from nanopaged.text.tokenizer import read_tokenizer_config, special_tokens
 NO_CHAT_TEMPLATE = ("the checkpoint has no chat template, and cannot chat; load one that can, such as Qwen/Qwen3-0.6B, "
                     "or pass a template as chat_template=, in Jinja")
 READS_PARTS = re.compile(r"""\.text\b|(['"])text\1""")  # part.text, part['text'], 'text' in part, attribute='text'
+NAMES_DEVELOPER = re.compile(r"""(['"])developer\1""")
 GIVEN = ("messages", "tools", "add_generation_prompt", "continue_final_message")  # reserved names of variables
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 PADDING = {"padding", "truncation", "max_length", "return_tensors"}  # transformers' options, no template's variables
@@ -74,13 +75,16 @@ class ChatTemplate:
                              f"{wrong[0]!r:.80}")
 
     def render(self, messages: list[dict], tools: list[dict] | None = None, add_generation_prompt: bool = True,
-               continue_final_message: bool = False, variables: dict[str, Any] | None = None) -> str:
+               continue_final_message: bool = False, variables: dict[str, Any] | None = None,
+               is_request: bool = False) -> str:
         """The prompt for a conversation: messages like {"role": "user", "content": "Hi"}, tools as JSON schemas.
 
         `content` may be a list of parts, {"type": "text", "text": ...}. A template that reads the text of parts gets
         the list. Any other template gets the texts joined by newlines, as in vLLM; transformers passes the list, which
         such a template prints. With `continue_final_message` the prompt ends with the last message's text, and the
         model continues this text. `variables` are further variables of the template; the names in GIVEN are reserved.
+        With `is_request` the messages are those of OpenAI's API, where empty `tools` and `tool_calls` mean none, and
+        the role "developer" is that of the system message (`_read_developers`). transformers passes both on.
         """
         check_kind("add_generation_prompt", add_generation_prompt, bool, "True or False")
         check_kind("continue_final_message", continue_final_message, bool, "True or False")
@@ -94,6 +98,8 @@ class ChatTemplate:
                      "a list of at least one dict like {'role': 'user', 'content': 'Hello'}")
         check_number("tools", tools, (list, NoneType), lambda x: all(isinstance(tool, dict) for tool in x),
                      "a list of dicts, each the JSON schema of a function")
+        if is_request:
+            tools = tools or None
         name = "tool_use" if tools is not None and "tool_use" in self.templates else "default"
         if name not in self.templates:
             raise ValueError(f"there are chat templates named {', '.join(map(repr, self.templates))} and none named "
@@ -101,6 +107,8 @@ class ChatTemplate:
         source = self.templates[name]
         messages = [_read_message(f"message {i}", message, bool(READS_PARTS.search(source)))
                     for i, message in enumerate(messages)]
+        if is_request:
+            messages = _read_developers(messages, "developer" if NAMES_DEVELOPER.search(source) else "system")
         given = {"messages": messages, "tools": _plain("tools", tools), "add_generation_prompt": add_generation_prompt}
         given |= _plain("template variables", {"documents": None} | (variables or {}))
         text = _mark_end(messages[-1]) if continue_final_message else ""
@@ -151,7 +159,12 @@ def _read_message(name: str, message: Any, keep_parts: bool) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError(f"{name} must be a dict like {{'role': 'user', 'content': 'Hello'}}, not {message!r:.80}")
     message = {key: value for key, value in _plain(name, message).items() if value is not None}
-    content = message.get("content")
+    content = message.get("content", message.get("refusal"))  # a model that refuses may say so in another field
+    if isinstance(content, list):
+        content = [{"type": "text", "text": part.get("refusal")} if isinstance(part, dict)
+                   and part.get("type") == "refusal" else part for part in content]
+    if content is not None:
+        message["content"] = content
     is_parts = isinstance(content, list) and content and all(
         isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content)
     if not (isinstance(content, str) or is_parts or content is None and message.get("tool_calls")):
@@ -165,6 +178,31 @@ def _read_message(name: str, message: Any, keep_parts: bool) -> dict[str, Any]:
         if key in message:
             return {"thinking": message[key]} | message | {"reasoning_content": message[key]}
     return message
+
+
+def _read_developers(messages: list[dict], role: str) -> list[dict]:
+    """Messages of the API, without empty tool_calls, and those of a developer with `role`, which the template knows.
+    Many templates take one system message, the first. So a developer's and its neighbour of the same role are one
+    message with both texts; several system messages that the client wrote stay."""
+    read: list[dict] = []
+    for message in messages:
+        if message.get("tool_calls") == []:
+            del message["tool_calls"]
+        before = read[-1] if read else {"role": ""}
+        roles = {before["role"], message["role"]}
+        if "developer" in roles and roles <= {"developer", role} and "content" in before and "content" in message:
+            before |= {"role": "developer", "content": _join(before["content"], message["content"])}
+        else:
+            read.append(message)
+    return [message | {"role": role} if message["role"] == "developer" else message for message in read]
+
+
+def _join(first: str | list, second: str | list) -> str | list:
+    """Two contents as one, with an empty line between them."""
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}\n\n{second}"
+    texts = [[{"type": "text", "text": part}] if isinstance(part, str) else part for part in (first, "\n\n", second)]
+    return sum(texts, [])
 
 
 def _read_arguments(name: str, call: Any) -> None:

@@ -35,7 +35,7 @@ from itertools import islice
 from typing import Any, Protocol
 
 from nanopaged import engine
-from nanopaged.device.step_input import StepInput
+from nanopaged.device.step_input import Place, StepInput
 from nanopaged.inputs import check_kind, check_number
 from nanopaged.outputs import RequestMetrics
 from nanopaged.sampling_params import SamplingParams
@@ -219,8 +219,14 @@ class DraftInput(StepInput):
     """A step with drafts: a sequence's last token and its drafts have a place each."""
 
     @staticmethod
-    def is_decode(seq: engine.Sequence, num_tokens: int) -> bool:
-        return num_tokens == 1 or bool(drafts_of(seq))
+    def places_of(step: engine.SchedulerOutput) -> list[Place]:
+        places = list[Place]()
+        for seq, num_tokens, end in StepInput.places_of(step):
+            if drafts_of(seq):
+                places += [(seq, 1, seq_len) for seq_len in range(end - num_tokens + 1, end + 1)]
+            else:
+                places.append((seq, num_tokens, end))
+        return places
 
     @staticmethod
     def input_id(seq: engine.Sequence, position: int) -> int:

@@ -7,30 +7,19 @@ In Qwen3-30B-A3B a layer has 128 experts, and a token takes 8: of 30B weights it
 weights of all experts that any of its tokens takes. One token reads 8 of a layer, 8 tokens read about 52, and 64 tokens
 read 126 if they choose evenly. Decode therefore gains less from batching than in a dense model until all are read.
 
-`Experts` is the plain form, a loop. On a GPU `FusedExperts` computes the same in three launches of kernel.py: the
-choice, and two products, in which the tokens of an expert are the columns of a tile.
-
-    token                   a    b    c
-    its experts             2 0  2 0  1 2        the best first
-    tokens of the experts   0: a b   1: c   2: a b c
-    results                 2(a) 2(b) 1(c)       times the scores; the norm that follows adds the rows up, in this order
-                            0(a) 0(b) 2(c)
-
-Nothing waits for the host, and shapes follow from the number of tokens, so a step can be recorded. The order in which
-a result is added up depends neither on the other tokens nor on their number.
+`Experts` is the plain form, a loop over the experts. fused_experts.py computes the same on a GPU in three launches.
 """
 from dataclasses import replace
 from functools import partial
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanopaged import kernel, model, tiles
-from nanopaged.device.pool import FP8
-from nanopaged.features.fused import FusedMLP, SplitLinear, num_partial_products
+from nanopaged import model
 from nanopaged.inputs import between, check_number
+from nanopaged.options import feature
 from nanopaged.weights import families
 
 
@@ -78,48 +67,17 @@ class Experts(nn.Module):
         return self
 
 
-class FusedExperts(Experts):
-    """Returns partial products [n, T, D], as fused.py's `Sum` has them: of each choice, and of the shared expert."""
-    router_class = SplitLinear
-
-    def forward(self, x: Tensor) -> Tensor:
-        e, whole = self.settings, self.whole
-        scales = [whole[name] for name in ("gate_up_proj.scale", "down_proj.scale") if name in whole]  # of FP8
-        out = kernel.mix_experts(x, self.router(x), whole["gate_up_proj.weight"], whole["down_proj.weight"], e["top_k"],
-                                 e["normalized"], self.activation, *scales)
-        return out if self.shared is None else torch.cat([out, self.shared(x).view(-1, *x.shape)])
-
-
 def with_experts(modules: model.Modules) -> model.Modules:
     """The modules for a mixture of experts, made of those for a dense model."""
-    dense, mixture = modules.mlp, FusedExperts if modules.mlp is FusedMLP else Experts
+    dense, mixture = modules.mlp, Experts
+    if modules.norm is not model.PLAIN.norm:  # features/fused.py; its steps are recorded, and the loop cannot be
+        mixture = feature("fused_experts", "a mixture of experts on a GPU, but with enforce_eager,").FusedExperts
 
     def make_mlp(config: model.ModelConfig, index: int, modules: model.Modules) -> nn.Module:
         make = dense if index in config.experts["dense_layers"] else partial(mixture, dense)
         return make(config, index, modules)
 
     return modules._replace(mlp=make_mlp)
-
-
-def kernel_forms(c: model.ModelConfig, dtype: torch.dtype, device: torch.device,
-                 fp8: bool = False) -> Iterator[Callable[[], Any]]:
-    """For warmup.py: what compiles the kernels. No expert has any tokens, so no weights are read."""
-    e, make = c.experts, partial(torch.empty, dtype=dtype, device=device)
-    for count in {1, num_partial_products(make(2, c.hidden_size), make(e["count"], c.hidden_size))}:
-        yield partial(kernel.route_experts, make(count, 0, e["count"]), e["top_k"], e["normalized"])
-    memory = tiles.shared_memory(device)
-    counts, pairs = make(e["count"], dtype=torch.int32).zero_(), make(0, dtype=torch.int32)
-    weight, scale = make(0, dtype=FP8 if fp8 else dtype), (make(0, dtype=torch.float32),) * fp8
-    for size, act, out in ((c.hidden_size, c.activation, e["size"]), (e["size"], "", c.hidden_size)):
-        forms = {tuple(kernel.experts_form(n, e["top_k"], e["count"], act != "", weight.dtype, memory).items()): n
-                 for n in (2**i for i in reversed(range(20)))}  # the fewest tokens of each form
-        for n in forms.values():
-            routed = make(e["top_k"], n, dtype=torch.float32), counts, pairs
-            yield partial(kernel.experts_product, make(0, size), weight, *routed, make(0, out), act, *scale)
-    norm = make(c.hidden_size, dtype=torch.float32 if c.float32_norms else dtype)
-    for num_rows in (1, kernel.MOST_FEW_ROWS + 1):
-        parts = make(e["top_k"] + bool(e["shared_size"]), num_rows, c.hidden_size)
-        yield partial(kernel.add_and_norm, parts, parts[0], norm, None, c.norm_eps)
 
 
 # --------------------------------------------------------------------------------------------------

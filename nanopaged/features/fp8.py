@@ -12,17 +12,18 @@ lm_head, and where blocks of 128 x 128 have scales, each weight is multiplied by
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanopaged import model
+from nanopaged import kernel, model, tiles
 from nanopaged.device.choices import pick_dtype
 from nanopaged.device.pool import FP8
-from nanopaged.optional_triton import triton
+from nanopaged.optional_triton import jit, launch_options, tl, triton
 from nanopaged.tiles import cdiv
 from nanopaged.weights.build import PREFIXES, modules_for
 from nanopaged.weights.checkpoint import read_tensors
@@ -186,3 +187,30 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [.., size] as FP8 numbers and their scale [.., 1], with which the largest number of a row becomes 448."""
     scale = x.abs().amax(-1, keepdim=True).float().clamp(min=SMALLEST) / LARGEST
     return (x / scale).to(FP8), scale
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`quantize` of a matrix in one launch."""
+    (num_rows, size), padded = x.shape, tiles.next_power_of_2(x.shape[1])
+    out, scale = torch.empty_like(x, dtype=torch.float8_e4m3fn), x.new_empty(num_rows, 1, dtype=torch.float32)
+    quantize_rows_kernel[(num_rows,)](x, out, scale, SIZE=size, PADDED=padded, num_warps=min(16, max(4, padded // 512)),
+                                      **launch_options(x.device))
+    return out, scale
+
+
+def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
+    """For warmup.py."""
+    c = r.config
+    for size in {c.hidden_size, c.num_heads * c.head_dim, c.intermediate_size}:
+        yield partial(quantize_rows, torch.empty(0, size, dtype=r.dtype, device=r.device))
+
+
+@jit
+def quantize_rows_kernel(x, out, scale, SIZE: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr):
+    """Grid (row,)."""
+    i, row = tl.arange(0, PADDED), tl.program_id(0).to(tl.int64)
+    kernel.wait_for_previous_kernel(PDL)
+    numbers = tl.load(x + row * SIZE + i, mask=i < SIZE, other=0.0).to(tl.float32)
+    factor = tl.maximum(tl.max(tl.abs(numbers), 0), 1e-30) / 448.0
+    tl.store(scale + row, factor)
+    tl.store(out + row * SIZE + i, (numbers / factor).to(out.dtype.element_ty), mask=i < SIZE)

@@ -17,12 +17,14 @@ the next one is launched, or at the latest when it is read:
     launch 1 | sample 1, launch 2 | read 1 | sample 2, launch 3 | read 2 | ...
 """
 import asyncio
+import copy
 import ctypes
 import json
 import sys
+import weakref
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import takewhile
 from typing import Any
@@ -35,7 +37,7 @@ from nanopaged import engine
 from nanopaged.device.logits import LogitsStep
 from nanopaged.device.sampler import SamplingNeeds
 from nanopaged.device.step_input import StepInput
-from nanopaged.device.transfer import integers
+from nanopaged.device.transfer import ForwardPass, LaunchedStep, integers, on_its_device
 from nanopaged.sampling_params import SamplingParams, StructuredOutputsParams
 
 MOST_FORCED = 256  # tokens at once
@@ -92,6 +94,8 @@ class GrammarCompiler:
         self._keep(source, found)
         if isinstance(found, str):
             raise ValueError(f"structured_outputs cannot be used: {' '.join(found.split()):.300}")
+        if params.reasoning_token_ids:
+            return GrammarAfterReasoning(found.deep_copy(), self, params.reasoning_token_ids)
         return Grammar(found.deep_copy(), self)
 
     async def compile_safely(self, params: StructuredOutputsParams) -> None:
@@ -248,6 +252,7 @@ def start(core: Any, params: SamplingParams, sequences: list[Any]) -> None:
             seq.grammar = grammar.copy()
     for runner in core.runners:
         runner.use(Masks)
+        runner.extend_steps(LateStep)
 
 
 COMPILERS: WeakKeyDictionary[Any, GrammarCompiler] = WeakKeyDictionary()
@@ -269,7 +274,9 @@ class Grammar:
         self.matcher, self.compiler, self.eos_token_ids = matcher, compiler, compiler.eos_token_ids
 
     def copy(self) -> "Grammar":
-        return Grammar(self.matcher.deep_copy(), self.compiler)
+        made = copy.copy(self)
+        made.matcher = self.matcher.deep_copy()
+        return made
 
     def on_token(self, seq: engine.Sequence, token: int, may_force: bool) -> list[int]:
         """The tokens to append: the sampled one and those that must follow. -1 ends the sequence with an error."""
@@ -310,7 +317,7 @@ class Grammar:
         limit of llguidance."""
         if drafts:
             self.matcher.consume_tokens(drafts)
-            size = self.fill_mask(address, [])
+            size = Grammar.fill_mask(self, address, [])
             self.matcher.rollback(len(drafts))
             return size
         size = 4 * self.compiler.num_words
@@ -325,14 +332,100 @@ class Grammar:
         return size
 
 
+class GrammarAfterReasoning(Grammar):
+    """A grammar that begins when the model's reasoning has ended. Until then all tokens may come but those that end the
+    text, which fits no grammar yet.
+
+    token_ids: of `reasoning_token_ids` in StructuredOutputsParams, [end] or [begin, end]
+    """
+
+    def __init__(self, matcher: Any, compiler: GrammarCompiler, token_ids: Sequence[int]):
+        super().__init__(matcher, compiler)
+        size = compiler.vocabulary.vocab_size
+        if max(token_ids) >= size:
+            raise ValueError(f"reasoning_token_ids has token id {max(token_ids)}; the tokenizer's are 0 to {size - 1}")
+        self.begin, self.end = [-1, *token_ids][-2:]
+        self.reasons: bool | None = len(token_ids) == 1  # False: it may begin; None: it has ended, or there was none
+        bits = (1 << size) - 1 - sum(1 << token for token in self.eos_token_ids)
+        self.free_mask = bits.to_bytes(4 * compiler.num_words, "little")
+
+    def _follow(self, tokens: list[int]) -> tuple[bool | None, list[int]]:
+        """`reasons` after these tokens, and those of them that are the grammar's."""
+        reasons = self.reasons
+        for index, token in enumerate(tokens):
+            if reasons is None or not reasons and token != self.begin:
+                return None, tokens[index:]
+            reasons = None if token == self.end else True
+        return reasons, []
+
+    def on_token(self, seq: engine.Sequence, token: int, may_force: bool) -> list[int]:
+        self.reasons, text = self._follow([token])
+        return super().on_token(seq, token, may_force) if text else [token]
+
+    def num_fitting(self, token_ids: list[int]) -> int:
+        _, text = self._follow(token_ids)
+        return len(token_ids) - len(text) + super().num_fitting(text)
+
+    def fill_mask(self, address: int, drafts: list[int]) -> int:
+        reasons, text = self._follow(drafts)
+        if reasons:
+            ctypes.memmove(address, self.free_mask, len(self.free_mask))
+            return len(self.free_mask)
+        size = super().fill_mask(address, text)
+        if reasons is False:
+            (ctypes.c_uint8 * size).from_address(address)[self.begin // 8] |= 1 << self.begin % 8
+        return size
+
+
 # --------------------------------------------------------------------------------------------------
 # On the device
 # --------------------------------------------------------------------------------------------------
+
+class LateStep(LaunchedStep):
+    """A step in which sequences with a grammar sample is sampled late: their masks need the tokens of the step before
+    on the host. The next launch samples it, or `is_done` or the call does:
+
+        launch 1 | sample 1, launch 2 | read 1 | sample 2, launch 3 | read 2
+    """
+    forward_pass: ForwardPass | None = None  # launched, and not sampled
+
+    def __init__(self, runner: Any):
+        self.masks: Masks = runner.use(Masks)
+        if before := self.masks.unsampled():
+            before.sample()  # the launch of this step changes batch rows
+        super().__init__(runner)
+
+    def start(self, forward_pass: ForwardPass) -> None:
+        self.forward_pass = forward_pass
+        if self.needs.is_late:
+            self.masks.unsampled = weakref.ref(self)  # weakly, because a step refers to the runner
+        else:
+            self.sample()
+
+    @on_its_device
+    @torch.inference_mode()
+    def sample(self) -> None:
+        """Launch sampling, and the copy of the tokens to the host, if that has not been done."""
+        if self.forward_pass is not None:
+            logits, tokens = self.forward_pass.logits, self.forward_pass.draw()
+            self.forward_pass = ForwardPass(lambda: tokens, logits)  # a retry must not draw again
+            self.copy(tokens, logits)
+            self.forward_pass = None  # frees the logits
+
+    def is_done(self) -> bool:
+        self.sample()
+        return super().is_done()
+
+    def __call__(self) -> engine.Sampled:
+        self.sample()
+        return super().__call__()
+
 
 class Masks(LogitsStep):
     """Sends masks to the device as bits: 19 KB a row for 152,000 tokens. (The model may have more tokens than the
     grammars' tokenizer.)"""
     is_late = True
+    unsampled: Callable[[], LateStep | None] = staticmethod(lambda: None)  # the last late step, as a weak reference
 
     def __init__(self, runner: Any):
         device, max_rows = runner.device, runner.max_num_samples
@@ -384,8 +477,10 @@ class Masks(LogitsStep):
 
     # ---- recorded steps
 
-    def redraw(self, runner: Any, batch: StepInput, places: list[int], tokens: Tensor,
-               plan: dict[int, tuple[Any, int]]) -> Tensor:
+    def redraw(self, runner: Any, batch: StepInput, tokens: Tensor, plan: dict[int, tuple[Any, int]]) -> Tensor:
+        """The tokens that a recorded step has drawn from the unchanged logits, drawn anew where the plan changes these
+        (graphs.py)."""
+        places = batch.sampling_places
         tokens = tokens.clone()  # graphs share memory: the replay below may write where the step's tokens are
         if masked := {places[logit_row]: seq for logit_row, seq in self.masked(plan).items()}:
             at, drawn = self._replay(runner, batch, masked)

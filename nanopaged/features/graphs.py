@@ -17,15 +17,14 @@ from typing import Any, Callable, NamedTuple
 import torch
 from torch import Tensor
 
-from nanopaged import kernel
+from nanopaged import kernel, model
 from nanopaged.device.runner import Runner, StepTensors
 from nanopaged.device.sampler import SamplingNeeds
 from nanopaged.device.step_input import StepInput
 from nanopaged.device.transfer import ForwardPass, integers
-from nanopaged.tiles import DECODE_SIZES, MANY_CONTEXTS, MAX_DECODE_SIZE, MAX_PREFIX_COLUMNS, MOST_ENTRIES
+from nanopaged.tiles import DECODE_SIZES, MANY_CONTEXTS, MAX_DECODE_SIZE
 
 TOKEN_SIZES = [64, *(2**i for i in range(8, 31))]  # tokens of recorded steps with prompts
-ROOMS = 8, MOST_ENTRIES  # entries of a cascade in recorded steps; their other sizes are recorded at their first use
 FEW_SEQS = 16  # steps with prompts are recorded for this many sequences, and for the largest number of sequences
 # On an H200 launching a step of a small model, kernel by kernel, takes at least as long as computing this many tokens.
 # A step of up to this many tokens is therefore padded in any case; a larger one must fill MIN_FILLED of the recorded
@@ -46,34 +45,33 @@ class Shape(NamedTuple):
 
     @property
     def layout(self) -> list[int]:
-        """The lengths of the parts of its input: those of StepTensors, and the work list."""
+        """The lengths of the parts of its input: those of StepInput.lists, and the work list."""
         tokens, seqs, tiles, entries, _ = self
-        return [tokens, tokens, tokens, seqs + 1, seqs, seqs, seqs if entries else 0, 4 * entries, 2 * tiles]
+        more = [seqs, 4 * entries] if entries else []
+        return [tokens, tokens, tokens, seqs + 1, seqs, seqs, *more, 2 * tiles]
 
 
 class GraphRunner(Runner):
     """A Runner on CUDA with recorded steps and a lookahead of one step."""
     lookahead = 1
-    pick = staticmethod(kernel.pick)
+    cascade: Any = None  # see cascade.py
 
     def __init__(self, *args: Any, **options: Any) -> None:
         # The recorded steps: graph, logits, tokens. None: not recorded yet; False: that failed.
         self.graphs: dict[Shape, Any] = {}
         super().__init__(*args, **options)
 
-    def _compute(self, batch: StepInput, sampling_places: list[int], more_tokens: list[int],
-                 needs: SamplingNeeds) -> ForwardPass:
+    def _compute(self, batch: StepInput, more_tokens: list[int], needs: SamplingNeeds) -> ForwardPass:
         if needs.is_late and 1 < max(batch.num_tokens) <= SHORT_CHUNK and len(batch.seqs) < self.max_num_samples:
-            split, split_places = one_token_places(batch, sampling_places)
-            if len(split.seqs) <= self.max_num_samples:
-                batch, sampling_places = split, split_places
+            split = one_token_places(batch)
+            batch = split if len(split.seqs) <= self.max_num_samples else batch
         shape = None if more_tokens else self.graph_shape(batch.num_tokens, batch.seq_lens)
-        if shape and batch.cascade:
-            room = next(room for room in ROOMS if 4 * room >= len(batch.cascade))
-            shape = shape._replace(num_entries=room, cascade_columns=batch.cascade_columns)
+        if shape and batch.more:
+            room = next(room for room in self.cascade.rooms if 4 * room >= len(batch.more[1]))
+            shape = shape._replace(num_entries=room, cascade_columns=self.columns)
         if shape is None or not self.record(shape):
-            return super()._compute(batch, sampling_places, more_tokens, needs)
-        return self._replay(shape, batch, sampling_places, needs)
+            return super()._compute(batch, more_tokens, needs)
+        return self._replay(shape, batch, needs)
 
     def graph_shape(self, query_lens: list[int], seq_lens: list[int]) -> Shape | None:
         """The smallest size with room for a step of these lengths; None: launch the step kernel by kernel."""
@@ -108,18 +106,18 @@ class GraphRunner(Runner):
         that these take, which trial.py has left free."""
         shapes = self.shapes()
         self.graphs = dict.fromkeys(shapes)
-        most_ints = max(sum(shape._replace(num_entries=ROOMS[-1]).layout) for shape in shapes)
         most_seqs = max(shape.num_seqs for shape in shapes)
+        most = max(shape for shape in shapes if not shape.num_tiles)
+        largest = {min(shapes), max(shapes), most}
+        if self.cascade:  # its sums of splits take memory, too
+            largest.add(most._replace(num_entries=self.cascade.rooms[-1], cascade_columns=self.cascade.widest))
+        most_ints = max(sum(shape.layout) for shape in largest.union(shapes))
         self.graph_input = torch.zeros(most_ints, dtype=torch.int32, device=self.device)
         self.graph_logits = torch.empty(most_seqs, self.config.vocab_size, dtype=self.dtype, device=self.device)
         self.graph_memory: Any = None  # of all recordings
         # The default stream cannot record. One stream of this device serves all recordings.
         self.graph_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        most = max(shape for shape in shapes if not shape.num_tiles)
-        largest = {min(shapes), max(shapes), most}
-        if self.cascade:  # its sums of splits take memory, too
-            largest.add(most._replace(num_entries=ROOMS[-1], cascade_columns=MAX_PREFIX_COLUMNS))
-        for shape in sorted(largest.union(shapes if self.warm_up else ()), reverse=True):
+        for shape in sorted(largest.union(shapes if self.options.warm_up else ()), reverse=True):
             self.record(shape)
 
     def record(self, shape: Shape) -> bool:
@@ -167,26 +165,26 @@ class GraphRunner(Runner):
         does so for padding and for unfinished chunks, too. Nobody reads these tokens: the padding's row is no
         sequence's, and the host knows the ids of the next chunk."""
         *parts, tiles = self.graph_input[:sum(shape.layout)].split(shape.layout)
-        sent, logits_indices, places = StepTensors(*parts), None, None
+        sent, logits_indices, places = StepTensors.of(parts), None, None
+        self.columns = shape.cascade_columns
         if shape.num_tiles:
             logits_indices = (sent.query_start_loc[1:] - 1).clamp(min=0)
             places = torch.arange(shape.num_seqs, device=self.device)
         # Of max_query_len the model only asks whether it is 1; max_seq_len must hold for every context.
-        max_query_len = 2 if shape.num_tiles else 1
-        batch = self.make_batch(sent, logits_indices, places, max_query_len, self.max_model_len, shape.num_seqs,
-                                tiles.view(-1, 2), shape.cascade_columns)
+        metadata = model.AttentionMetadata(2 if shape.num_tiles else 1, self.max_model_len, shape.num_seqs,
+                                           tiles.view(-1, 2))
+        batch = self.make_batch(sent, logits_indices, places, metadata)
         logits = self.model(batch, self.kv_cache, self.kernels, out=self.graph_logits[:shape.num_seqs])
         return logits, self.sample(logits, sent.rows, sent.seq_lens, SamplingNeeds())
 
-    def _replay(self, shape: Shape, batch: StepInput, sampling_places: list[int],
-                needs: SamplingNeeds) -> ForwardPass:
+    def _replay(self, shape: Shape, batch: StepInput, needs: SamplingNeeds) -> ForwardPass:
         """`Runner._compute` by a recorded step: pad the lists, copy them into the graph input, replay."""
-        num_seqs = len(batch.seqs)
+        num_seqs, sampling_places = len(batch.seqs), batch.sampling_places
         tiles = []
         if shape.num_tiles:
             tiles = kernel.make_query_tiles(batch.num_tokens, batch.seq_lens, self.tokens_per_tile).flatten().tolist()
         # In the order of `Shape.layout`. Padding has slot -1, sequences without tokens, and a batch row of its own.
-        fillers = (0, 0, -1, len(batch.input_ids), 0, self.max_num_seqs, 0, 0, -1)
+        fillers = [0, 0, -1, len(batch.input_ids), 0, self.max_num_seqs, *[0] * len(batch.more), -1]
         message = integers([part + [filler] * (length - len(part))
                             for part, length, filler in zip([*batch.lists, tiles], shape.layout, fillers)])
         if self.device.type == "cuda":
@@ -194,12 +192,12 @@ class GraphRunner(Runner):
         self.graph_input[:len(message)].copy_(message, non_blocking=True)
         graph, logits, tokens = self.graphs[shape]
         self._run(graph)
-        *_, lens, rows, _, _, _ = self.graph_input[:len(message)].split(shape.layout)
+        _, _, _, _, lens, rows, *_ = self.graph_input[:len(message)].split(shape.layout)
         if not sampling_places:
             return ForwardPass(partial(tokens.narrow, 0, 0, 0), logits[:0])
-        if needs.is_late and len(needs.plans) == 1 and not (needs.filters or needs.logprobs):
+        if needs.is_late and len(needs.plans) == 1 and not (needs.filters or needs.keeps_logits):
             change, plan = needs.plans[0]
-            return ForwardPass(partial(change.redraw, self, batch, sampling_places, tokens, plan), logits)
+            return ForwardPass(partial(change.redraw, self, batch, tokens, plan), logits)
         if len(sampling_places) == num_seqs:
             tokens, logits, lens, rows = (tensor[:num_seqs] for tensor in (tokens, logits, lens, rows))
         else:
@@ -213,8 +211,8 @@ class GraphRunner(Runner):
         graph.replay()
 
 
-def one_token_places(batch: StepInput, sampling_places: list[int]) -> tuple[StepInput, list[int]]:
-    """The same step as a decode step with a place for each token, and the places that sample.
+def one_token_places(batch: StepInput) -> StepInput:
+    """The same step as a decode step with a place for each token.
 
     A few forced tokens are a chunk, and beside decoding sequences a chunk needs a step with room for prompts, which
     takes longer. The places of one sequence have the same block table, and each attends up to its own token. That is
@@ -222,14 +220,15 @@ def one_token_places(batch: StepInput, sampling_places: list[int]) -> tuple[Step
 
         a chunk of 3 tokens after 4 cached ones            places with seq_lens 5, 6, 7
     """
-    split = StepInput([], [], batch.input_ids, batch.positions, batch.slot_mapping, cascade=batch.cascade,
-                      cascade_columns=batch.cascade_columns)
+    split = StepInput([], [], batch.input_ids, batch.positions, batch.slot_mapping, sampled_rows=batch.sampled_rows)
     for seq, num_tokens, seq_len, row in zip(batch.seqs, batch.num_tokens, batch.seq_lens, batch.rows):
         split.seqs += [seq] * num_tokens
         split.num_tokens += [1] * num_tokens
         split.seq_lens += range(seq_len - num_tokens + 1, seq_len + 1)
         split.rows += [row] * num_tokens
     split.query_start_loc = list(range(len(split.seqs) + 1))
-    split.num_common_tokens = batch.num_common_tokens and [  # a chunk has none
-        *batch.num_common_tokens, *[0] * (len(split.seqs) - len(batch.num_common_tokens))]
-    return split, [batch.query_start_loc[place + 1] - 1 for place in sampling_places]
+    split.sampling_places = [batch.query_start_loc[place + 1] - 1 for place in batch.sampling_places]
+    if batch.more:  # of a cascade: a chunk has nothing in common
+        num_common_tokens, entries = batch.more
+        split.more = [num_common_tokens + [0] * (len(split.seqs) - len(num_common_tokens)), entries]
+    return split

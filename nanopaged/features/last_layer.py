@@ -23,42 +23,38 @@ class ShortLastLayer(model.Layer):
     def forward(self, x: Tensor, rope: Tensor | None, batch: model.Batch, cache: model.LayerCache,
                 kernels: kernel.Kernels) -> Tensor:
         o = self.attention(self.input_layernorm(x), rope, batch, cache, kernels)
-        x = select_rows(x, batch) + o
+        x = model.select_rows(x, batch) + o
         return x + self.mlp_post_norm(self.mlp(self.post_attention_layernorm(x)))
 
     def attention(self, x: Tensor, rope: Tensor | None, batch: model.Batch, cache: model.LayerCache,
                   kernels: kernel.Kernels) -> Tensor:
-        """Write the K and V of all tokens, then return the attention of some: [T, D] -> [logit rows, D]."""
-        attention = partial(attend_for_tokens, kernels.attention, batch.logits_indices)
+        """Write the K and V of all tokens, then return the attention of some: [T, D] -> [R, D]."""
+        attention = partial(attend_for_tokens, kernels.attention, batch)
         return super().attention(x, rope, batch, cache, kernels._replace(attention=attention))
 
 
 MODULES = model.PLAIN._replace(last_layer=ShortLastLayer)
 
 
-def select_rows(x: Tensor, batch: model.Batch) -> Tensor:
-    return x if batch.logits_indices is None else x.index_select(0, batch.logits_indices)
-
-
-def attend_for_tokens(attention: Callable[..., Tensor], tokens: Tensor | None, q: Tensor, k_cache: Tensor,
-                      v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor, scale: float, *,
-                      sampling_places: Tensor | None = None, **options: Any) -> Tensor:
-    """`attention` of q[tokens], or of q if tokens is None. tokens: indices into the flat batch, first the last token of
-    each sequence in sampling_places, then those that predict prompt tokens whose log probabilities are wanted."""
-    caches = k_cache, v_cache
+def attend_for_tokens(attention: Callable[..., Tensor], batch: model.Batch, q: Tensor, k_cache: Tensor, v_cache: Tensor,
+                      block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor, scale: float,
+                      **options: Any) -> Tensor:
+    """`attention` of the queries of batch.logits_indices. These are first the last token of each sequence in
+    sampling_places, then the tokens that predict prompt tokens whose log probabilities are wanted."""
+    tokens, places, caches = batch.logits_indices, batch.sampling_places, (k_cache, v_cache)
     attend_for_all = partial(attention, q, *caches, block_tables, seq_lens, query_start_loc, scale, **options)
-    if tokens is None:
-        return attend_for_all()
-    if not len(tokens):
+    if tokens is not None and not len(tokens):
         return q[:0]
-    if sampling_places is None or not len(sampling_places) or options["max_query_len"] == 1:
-        return attend_for_all().index_select(0, tokens)  # tokens of prompts alone, or one of each sequence
+    if tokens is None or places is None or not len(places) or batch.metadata.max_query_len == 1:
+        return model.select_rows(attend_for_all(), batch)  # tokens of prompts alone, or one of each sequence
     # The last token of each sequence that samples attends as a decode of one token.
-    last_tokens, others = tokens[:len(sampling_places)], tokens[len(sampling_places):]
-    seq_lens, block_tables = seq_lens.index_select(0, sampling_places), block_tables.index_select(0, sampling_places)
+    last_tokens, others = tokens[:len(places)], tokens[len(places):]
+    seq_lens, block_tables = seq_lens.index_select(0, places), block_tables.index_select(0, places)
     # A CUDA graph's padding has length 0 and stands at the end; it gets no query.
     starts = torch.arange(len(seq_lens) + 1, dtype=torch.int32, device=seq_lens.device)
     starts = torch.minimum(starts, (seq_lens > 0).sum(dtype=torch.int32))
-    as_decode: dict[str, Any] = dict(max_query_len=1, num_decodes=None, query_tiles=None, cascade=None, shared={})
-    o = attention(q.index_select(0, last_tokens), *caches, block_tables, seq_lens, starts, scale, **options | as_decode)
+    metadata = model.AttentionMetadata(1, batch.metadata.max_seq_len)
+    options = {name: value for name, value in options.items() if name not in batch.metadata._fields}
+    o = attention(q.index_select(0, last_tokens), *caches, block_tables, seq_lens, starts, scale, **options,
+                  **metadata._asdict())
     return torch.cat([o, attend_for_all().index_select(0, others)]) if len(others) else o

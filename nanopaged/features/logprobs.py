@@ -8,6 +8,7 @@ from torch import Tensor
 
 from nanopaged import engine
 from nanopaged.device.step_input import StepInput
+from nanopaged.device.transfer import LaunchedStep
 from nanopaged.sampling_params import SamplingParams
 
 PROMPT_CHUNK = 512  # at most this many tokens of a prompt with prompt_logprobs in a step
@@ -27,8 +28,15 @@ class PromptSequence(engine.Sequence):
 SEQUENCE = PromptSequence
 
 
+def extend_steps(core: Any) -> None:
+    """Have steps compute log probabilities from now on."""
+    for runner in core.runners:
+        runner.extend_steps(LogprobsStep)
+
+
 def start(core: Any, params: SamplingParams, sequences: list[Any]) -> None:
     """Prepare a request whose first sample computes the log probabilities of the prompt."""
+    extend_steps(core)
     first, count = sequences[0], params.prompt_logprobs or 0
     num_values = max(1, count) if count >= 0 else core.config.vocab_size
     first.finds_prefix = False
@@ -54,18 +62,24 @@ def prompt_parts(batch: StepInput) -> list[PromptPart]:
     return parts
 
 
-class StepLogprobs:
-    """The log probabilities of one step. more_tokens: tokens of the flat batch whose logits give
-    those of prompt tokens
+class LogprobsStep(LaunchedStep):
+    """A step with the log probabilities that its sequences want, if any does."""
 
-    seqs: the sequences that sample, in batch order
-    """
+    def plan(self, batch: StepInput) -> None:
+        super().plan(batch)
+        self.parts = prompt_parts(batch)
+        self.more_tokens += [token for part in self.parts for token in part.predictors]
+        self.wanted = {logit_row: count for logit_row, place in enumerate(batch.sampling_places)  # -> of best tokens
+                       if (count := batch.seqs[place].sampling.num_logprobs) is not None}
+        if self.parts or self.wanted:
+            self.needs = self.needs._replace(keeps_logits=True)
 
-    def __init__(self, batch: StepInput, seqs: list[engine.Sequence]):
-        self.parts, self.num_seqs = prompt_parts(batch), len(seqs)
-        self.more_tokens = [token for part in self.parts for token in part.predictors]
-        self.wanted = {logit_row: count for logit_row, seq in enumerate(seqs)
-                       if (count := seq.sampling.num_logprobs) is not None}  # logit row -> number of best tokens
+    def results(self, tokens: Tensor, logits: Tensor) -> list[Tensor]:
+        return [*super().results(tokens, logits), *self.tensors(self.runner.send, tokens, logits)]
+
+    def __call__(self) -> engine.Sampled:
+        sampled = super().__call__()
+        return self.sampled(sampled.tokens, self.on_host[1:]) if self.parts or self.wanted else sampled
 
     def tensors(self, send: Callable, tokens: Tensor, logits: Tensor) -> list[Tensor]:
         """What `top_logprobs` returns for the sampled tokens whose sequences want it, and then for prompt parts.
@@ -79,17 +93,18 @@ class StepLogprobs:
             ids = [token for part in self.parts
                    for token in part.seq.token_ids[part.first:part.first + len(part.predictors)]]
             wanted = [part.seq.sampling.num_prompt_logprobs for part in self.parts]
-            tensors += top_logprobs(logits[self.num_seqs:], send([ids])[0], -1 if -1 in wanted else max(wanted))
+            tensors += top_logprobs(logits[len(tokens):], send([ids])[0], -1 if -1 in wanted else max(wanted))
         return tensors
 
-    def sampled(self, tokens: list[int], tensors: list[Tensor], order: list[int]) -> engine.Sampled:
+    def sampled(self, tokens: list[int], tensors: list[Tensor]) -> engine.Sampled:
         """The step's tokens and their log probabilities, from the `tensors`: (own, rank, ids of the best tokens,
-        theirs) for each token. The i-th token is that of logit row order[i]."""
+        theirs) for each token."""
         logprobs = dict(zip(self.wanted, as_lists(tensors[:4], [*self.wanted.values()])))
         counts = [part.seq.sampling.num_prompt_logprobs for part in self.parts for _ in part.predictors]
         of_prompts = iter(as_lists(tensors[-4:], counts))
         prompts = [(part.seq, part.first, list(islice(of_prompts, len(part.predictors)))) for part in self.parts]
-        return engine.Sampled(tokens, [logprobs.get(row) for row in order] if logprobs else None, prompts)
+        of_tokens = [logprobs.get(row) for row in self.batch.sampled_rows] if logprobs else None
+        return engine.Sampled(tokens, of_tokens, prompts)
 
 
 def top_logprobs(logits: Tensor, chosen: Tensor, k: int,

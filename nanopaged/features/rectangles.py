@@ -8,27 +8,33 @@ a single one, and all layers of a step share the slots and the masks. Two sequen
     block table 2 0, 5 tokens    slots   8  9 10 11  0  0  0      mask  0 0 0 0 0 -inf -inf    (0: token 4 again)
 """
 import math
+import operator
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from nanopaged import kernel
+
+# A step's block tables -> window -> (its lengths, its rectangles), which all layers share. An entry goes with its key.
+RECTANGLES: Any = WeakTensorKeyDictionary()
 
 
 def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor,
                     query_start_loc: Tensor, scale: float, *, sliding_window: int = 0, out: Tensor | None = None,
-                    k_scale: float = 1.0, v_scale: float = 1.0, shared: dict | None = None, **_) -> Tensor:
-    """`kernel.paged_attention_reference`. shared: a dict for all layers of a step; the first layer of each window puts
-    the rectangles there."""
+                    k_scale: float = 1.0, v_scale: float = 1.0, **_) -> Tensor:
+    """`kernel.paged_attention_reference`."""
     out = torch.empty_like(q) if out is None else out
     group = q.shape[1] // k_cache.shape[2]
-    shared = {} if shared is None else shared
-    if sliding_window not in shared:
-        shared[sliding_window] = list(_rectangles(block_tables, seq_lens, query_start_loc, k_cache.shape[1], group,
-                                                  sliding_window, q.dtype))
-    for tokens, slots, mask in shared[sliding_window]:
+    lengths, of_windows = (seq_lens, query_start_loc), RECTANGLES.setdefault(block_tables, {})
+    found = of_windows.get(sliding_window)
+    if found is None or any(map(operator.is_not, found[0], lengths)):
+        found = lengths, list(_rectangles(block_tables, *lengths, k_cache.shape[1], group, sliding_window, q.dtype))
+        of_windows[sliding_window] = found
+    for tokens, slots, mask in found[1]:
         out[tokens] = _attend(q[tokens], k_cache, v_cache, slots, mask, scale * k_scale)
     return out if v_scale == 1 else out.mul_(v_scale)
 

@@ -20,7 +20,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import kernel
-from nanopaged import optional_triton, tiles
+from nanopaged import tiles
+from nanopaged.features import cascade, fused, fused_experts, pick
+from nanopaged.features import hopper as hopper_file
+from nanopaged.features.fp8 import quantize_rows_kernel
+from nanopaged.optional_triton import VARYING
 
 SHARED_MEMORY = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB a block may use
 INTEGERS = ("block_tables", "seq_lens", "query_start_loc", "work", "slot_mapping")
@@ -43,7 +47,7 @@ def compile_kernel(function, constants: dict, dtype: torch.dtype, capability: in
         constants = constants | dict(PDL=capability >= 90)
         signature["PDL"] = "constexpr"
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names)
-               if signature[name][0] == "*" and name not in optional_triton.VARYING}
+               if signature[name][0] == "*" and name not in VARYING}
     values = {(names.index(name),): value for name, value in constants.items()}
     source = make_source(function, signature, values, aligned)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32),
@@ -75,14 +79,17 @@ def attention(phase: str, capability: int, dtype: torch.dtype, head_dim: int, gr
     sizes = dtype.itemsize, SHARED_MEMORY[capability] * 1024, 1 if fp8 else dtype.itemsize
     config = tiles.tile_config("prefill" if phase == "prefill" else "decode", group, head_dim, *sizes, stages)
     if phase == "prefix":
-        columns = tiles.MAX_PREFIX_COLUMNS
-        config = config | dict(TILE_M=columns, num_stages=tiles.PREFIX_STAGES[columns])
+        columns = cascade.MAX_PREFIX_COLUMNS
+        config = config | dict(TILE_M=columns, num_stages=cascade.PREFIX_STAGES[columns])
     strides = cache_strides(head_dim, block_size)
     constants = tiles.kernel_constants(8, group, head_dim, block_size, window, dtype, *strides) | dict(
-        PHASE=phase, ONE_PROGRAM=no_split, ONE_SPLIT=phase == "prefix", TILE_M=config["TILE_M"],
-        TILE_N=config["TILE_N"])
-    compiled = compile_kernel(kernel.paged_attention_kernel, constants, dtype, capability, config["num_warps"],
-                              config["num_stages"], fp8)
+        ONE_SPLIT=phase == "prefix", TILE_M=config["TILE_M"], TILE_N=config["TILE_N"])
+    function = kernel.paged_attention_kernel
+    if phase in ("prefix", "suffix"):
+        function, constants = cascade.cascade_kernel, constants | dict(PREFIX=phase == "prefix")
+    else:
+        constants |= dict(PREFILL=phase == "prefill", ONE_PROGRAM=no_split)
+    compiled = compile_kernel(function, constants, dtype, capability, config["num_warps"], config["num_stages"], fp8)
     return compiled, config
 
 
@@ -90,10 +97,11 @@ def hopper(dtype: torch.dtype, head_dim: int, group: int, window: bool):
     """The prefill kernel for Hopper alone."""
     from triton.experimental.gluon._runtime import GluonASTSource  # what Gluon's own tests compile with
     padded = tiles.next_power_of_2(group)
-    rows, block = [tiles.HOPPER_TILE_M // padded, padded, head_dim], [1, tiles.HOPPER_BLOCK_SIZE, 1, head_dim]
-    types = {name: f"tensordesc<{TYPES[dtype]}{box},{kernel.gl.NVMMASharedLayout(128, 16, len(box))!r}>"
+    rows = [hopper_file.HOPPER_TILE_M // padded, padded, head_dim]
+    block = [1, hopper_file.HOPPER_BLOCK_SIZE, 1, head_dim]
+    types = {name: f"tensordesc<{TYPES[dtype]}{box},{hopper_file.gl.NVMMASharedLayout(128, 16, len(box))!r}>"
              for name, box in (("q_box", rows), ("k_box", block), ("v_box", block))}
-    return compile_kernel(kernel.hopper_prefill_kernel, dict(GROUP=group, WINDOW=window), dtype, 90,
+    return compile_kernel(hopper_file.hopper_prefill_kernel, dict(GROUP=group, WINDOW=window), dtype, 90,
                           make_source=GluonASTSource, **types)
 
 
@@ -112,45 +120,45 @@ def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
         yield partial(compile_kernel, kernel.rotate_and_store_kernel, store, dtype, capability, fp8=True)
     for num_gpus, center, weight in ((1, False, dtype), (2, True, dtype), (1, False, torch.float32)):
         norm = dict(COUNT=4, SIZE=4096, PADDED=4096, CENTER=center)
-        yield partial(compile_kernel, kernel.add_and_norm_kernel, norm, dtype, capability, 8,
+        yield partial(compile_kernel, fused.fused_add_norm_kernel, norm, dtype, capability, 8,
                       parts=(f"*{TYPES[dtype]}",) * num_gpus, weight=f"*{TYPES[weight]}")
     for activation, gated in (("silu", True), ("gelu_new", False)):
         act = dict(ACTIVATION=activation, GATED=gated)
-        yield partial(compile_kernel, kernel.activate_kernel, act | dict(TILE=1024), dtype, capability)
+        yield partial(compile_kernel, fused.activate_kernel, act | dict(TILE=1024), dtype, capability)
         for is_fp8 in (False, True) if capability >= 89 else (False,):
             types = dict(weight="*fp8e4nv", scale="*fp32") if is_fp8 else dict(scale=f"*{TYPES[dtype]}")
             one_row = act | dict(SIZE=12288, ROWS=2, TILE=2048, BIAS=not gated)
-            yield partial(compile_kernel, kernel.one_row_kernel, one_row, dtype, capability, **types)
+            yield partial(compile_kernel, fused.one_row_kernel, one_row, dtype, capability, **types)
             if capability >= 90:  # see takes_rows
                 padded = 64 if is_fp8 else 16
-                form = kernel.few_rows_form(12288, padded, gated, is_fp8, dtype.itemsize)
+                form = fused.few_rows_form(12288, padded, gated, is_fp8, dtype.itemsize)
                 few_rows = act | form | dict(SIZE=12288, PART=12288, PADDED=padded, BIAS=not gated)
                 of_x = dict(x="*fp8e4nv", x_scale="*fp32") if is_fp8 else dict(x_scale=f"*{TYPES[dtype]}")
-                yield partial(compile_kernel, kernel.few_rows_kernel, few_rows, dtype, capability, **types, **of_x)
+                yield partial(compile_kernel, fused.few_rows_kernel, few_rows, dtype, capability, **types, **of_x)
     if capability >= 89:
         sizes = dict(SIZE=12288, PADDED=16384)
-        yield partial(compile_kernel, kernel.quantize_rows_kernel, sizes, dtype, capability, 16, out="*fp8e4nv",
+        yield partial(compile_kernel, quantize_rows_kernel, sizes, dtype, capability, 16, out="*fp8e4nv",
                       scale="*fp32")
     routed = dict(counts="*i32", pairs="*i32", scores="*fp32")
     route = dict(EXPERTS=40, PADDED=64, TOP_K=6, CHOICES=8, NORMALIZED=True, COUNT=4)
-    yield partial(compile_kernel, kernel.route_kernel, route, dtype, capability, 1, **routed)
+    yield partial(compile_kernel, fused_experts.route_kernel, route, dtype, capability, 1, **routed)
     for act, num_tokens in itertools.product(("silu", ""), (1, 64, 8192)):
         for is_fp8 in (False, True) if capability >= 89 else (False,):
             yield partial(experts, capability, dtype, act, num_tokens, is_fp8, routed)
     picked = dict(best="*fp32", at="*i32", out="*i64")
-    yield partial(compile_kernel, kernel.pick_kernel, dict(TILE=2048), dtype, capability, temperature="*fp32",
+    yield partial(compile_kernel, pick.pick_kernel, dict(TILE=2048), dtype, capability, temperature="*fp32",
                   seed="*i64", position="*i64", **picked)
-    yield partial(compile_kernel, kernel.best_of_tiles_kernel, dict(TILES=128), dtype, capability, 1, **picked)
+    yield partial(compile_kernel, pick.best_of_tiles_kernel, dict(TILES=128), dtype, capability, 1, **picked)
 
 
 def experts(capability: int, dtype: torch.dtype, act: str, num_tokens: int, is_fp8: bool, types: dict):
     """experts_kernel as `experts_product` would launch it."""
     kind, memory = torch.float8_e4m3fn if is_fp8 else dtype, SHARED_MEMORY[capability] * 1024
-    form = kernel.experts_form(num_tokens, 6, 40, act != "", kind, memory)
+    form = fused_experts.experts_form(num_tokens, 6, 40, act != "", kind, memory)
     warps, constants = form.pop("num_warps"), dict(EXPERTS=40, PADDED=64, OUT=512, SIZE=1536, ACTIVATION=act, **form)
     kinds = dict.fromkeys(("x", "weight"), "*fp8e4nv") | dict.fromkeys(("x_scale", "scale"), "*fp32") if is_fp8 else (
         dict.fromkeys(("x_scale", "scale"), f"*{TYPES[dtype]}"))
-    compiled = compile_kernel(kernel.experts_kernel, constants, dtype, capability, warps, **kinds, **types)
+    compiled = compile_kernel(fused_experts.experts_kernel, constants, dtype, capability, warps, **kinds, **types)
     assert compiled.metadata.shared <= memory, (compiled.metadata.shared, form)
 
 
@@ -175,7 +183,7 @@ def check_hopper(dtype: torch.dtype, head_dim: int, group: int, window: bool) ->
 
 def main(capabilities: list[int], quick: bool) -> int:
     checks, tasks = [], []
-    if 90 in capabilities and optional_triton.gl:
+    if 90 in capabilities and hopper_file.gl:
         forms = itertools.product((torch.float16, torch.bfloat16), (64, 128), (1, 2, 7, 64), (False, True))
         checks += [partial(check_hopper, *form) for form in ([(torch.bfloat16, 128, 2, False)] if quick else forms)]
     for capability in capabilities:
@@ -185,7 +193,7 @@ def main(capabilities: list[int], quick: bool) -> int:
             has_fp8 = capability >= 89 and dtype is not torch.float32
             for head_dim in (128,) if quick else (64, 128, 256):
                 for form, fp8 in itertools.product(FORMS, (False, True) if has_fp8 else (False,)):
-                    # What tiles.has_same_bits asks for.
+                    # What cascade.has_same_bits asks for.
                     if form[0] in ("prefix", "suffix") and (dtype.itemsize > 2 or fp8 or head_dim > 128
                                                             or capability < 80):
                         continue

@@ -29,7 +29,7 @@ CONTEXT.set_forkserver_preload([__name__])
 
 def run_out_of_memory():
     """In the middle of a forward pass."""
-    parallel.RowParallelLinear.forward = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
+    parallel.RowParallel.forward = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
 
 
 def refuse_steps():

@@ -4,9 +4,7 @@ import torch.nn.functional as F
 
 import kernel
 import model
-from nanopaged.device import sampler
-from nanopaged.features import fp8, fused
-from nanopaged.features.graphs import GraphRunner
+from nanopaged.features import fp8, fused, fused_experts
 
 
 def normalize(x, weight, bias, eps):
@@ -19,8 +17,8 @@ def fp8_weight(weight, scale):
 
 
 class PlainKernels:
-    """The plain forms of the kernels in kernel.py's last part, for engines on a CPU: the interpreter is slow."""
-    pick, activate, quantize_rows = (staticmethod(f) for f in (sampler.pick, model.activate, fp8.quantize))
+    """The plain forms of the kernels of fused.py and others, for engines on a CPU: the interpreter is slow."""
+    activate, quantize_rows = staticmethod(model.activate), staticmethod(fp8.quantize)
 
     @staticmethod
     def scaled_mm(a, b, scale_a, scale_b, out_dtype, use_fast_accum=False):
@@ -33,7 +31,7 @@ class PlainKernels:
         return ((a.float() * scale_a) @ (b.float() * scale_b)).to(out_dtype)
 
     @staticmethod
-    def add_and_norm(x, residual, weight, bias, eps):
+    def fused_add_norm(x, residual, weight, bias, eps):
         for part in x if isinstance(x, tuple) else (x,):
             for partial in part if part.dim() == 3 else [part]:
                 residual = residual + partial
@@ -43,7 +41,7 @@ class PlainKernels:
     def few_rows_linear(x, weight, bias, out=None, activation="", gated=False, count=1, scale=None):
         if scale is not None:
             weight = fp8_weight(weight, scale).to(x.dtype)
-            x = x if len(x) <= kernel.MOST_16_BIT_ROWS else fp8_weight(*fp8.quantize(x)).to(x.dtype)
+            x = x if len(x) <= fused.MOST_16_BIT_ROWS else fp8_weight(*fp8.quantize(x)).to(x.dtype)
         y = F.linear(x, weight, bias) if count == 1 else fused.partial_products(x, weight, count)
         y = model.activate(y, activation, gated) if activation else y
         return y if out is None else out.copy_(y)
@@ -61,13 +59,14 @@ class PlainKernels:
 
 def plain_kernels():
     """(object, name, what to put there), for a process on a CPU that has fused modules or a GraphRunner."""
-    names = ("pick", "activate", "add_and_norm", "few_rows_linear", "quantize_rows", "mix_experts")
-    return [*((kernel, name, getattr(PlainKernels, name)) for name in names),
-            (GraphRunner, "pick", staticmethod(sampler.pick)), (torch, "_scaled_mm", PlainKernels.scaled_mm)]
+    homes = dict(activate=fused, fused_add_norm=fused, few_rows_linear=fused, quantize_rows=fp8,
+                 mix_experts=fused_experts)
+    return [*((home, name, getattr(PlainKernels, name)) for name, home in homes.items()),
+            (torch, "_scaled_mm", PlainKernels.scaled_mm)]
 
 
 def blank_input(runner, shape):
     """A pretended graph computes what it records: a step of padding."""
     for part, filler in zip(runner.graph_input[:sum(shape.layout)].split(shape.layout),
-                            (0, 0, -1, 0, 0, runner.max_num_seqs, 0, 0, -1)):
+                            [0, 0, -1, 0, 0, runner.max_num_seqs, *[0] * (2 if shape.num_entries else 0), -1]):
         part.fill_(filler)

@@ -10,7 +10,7 @@ from engine import BlockManager, Order, Sampled, Scheduler, Sequence, Status
 from nanopaged import SamplingParams, tiles
 from nanopaged.device.pool import FP8
 from nanopaged.features import cascade
-from nanopaged.features.cascade import Cascade
+from nanopaged.features.cascade import Cascade, CascadeRunner
 from nanopaged.tests.helpers import CUDA, GOLDEN, GREEDY, PROMPT, load, needs_gpu, needs_kernel, tokens_of
 from nanopaged.tests.test_graphs import record_graphs
 
@@ -33,7 +33,7 @@ def found(finder, batch):
     assert sorted(map(id, (seq for seq, _ in order))) == sorted(map(id, (seq for seq, _ in batch)))
     rows = [(seq, seq.num_computed_tokens - count + 1 + i) for seq, count in order for i in range(count)]
     entries = [numbers[i:i + 4] for i in range(0, len(numbers), 4)]
-    assert len(entries) <= tiles.MOST_ENTRIES and bool(entries) == bool(num_common)
+    assert len(entries) <= finder.rooms[-1] and bool(entries) == bool(num_common)
     covered = [0] * len(rows)
     for first, count, start, end in sorted(entries, key=lambda entry: entry[2]):
         members = rows[first:first + count]
@@ -222,7 +222,8 @@ def attend(rng, sizes, common, heads, block_size, dtype=torch.float32, device="c
     inputs = q, *caches, block_tables, seq_lens, starts, head_dim ** -0.5
     options = dict(max_query_len=1, max_seq_len=int(seq_lens.max()))
     exact = kernel.paged_attention_reference(*(x.double() if i < 3 else x for i, x in enumerate(inputs)), **options)
-    return exact, partial(kernel.paged_attention, scale=head_dim ** -0.5, **options), inputs[:-1], shared
+    attention = partial(cascade.attention, kernel.paged_attention, scale=head_dim ** -0.5, **options)
+    return exact, attention, inputs[:-1], shared
 
 
 @pytest.mark.parametrize("sizes, common, nested, heads, block_size", [
@@ -264,7 +265,7 @@ def test_bits_do_not_depend_on_the_group(heads, dtype):
 @needs_kernel
 @pytest.mark.parametrize("same_bits, values", [(True, [None, False]), (False, [False])])
 def test_disable_cascade_attn(same_bits, values, monkeypatch):
-    monkeypatch.setattr(tiles, "has_same_bits", lambda *_: same_bits)
+    monkeypatch.setattr(cascade, "has_same_bits", lambda *_: same_bits)
     seen = [value for value in (None, False, True) if load(attention="triton", disable_cascade_attn=value)
             .runner.cascade]
     assert seen == values
@@ -293,6 +294,8 @@ def test_texts_are_the_same_with_and_without(graphs, options, monkeypatch):
     prompts = [common + [i, 5, i] * 20 for i in range(5)] + [common[:140] + [9] * i for i in (1, 80)] + [PROMPT]
     drawn = SamplingParams(temperature=1.0, seed=1, n=3, max_tokens=6, ignore_eos=True)
     params = [GREEDY] * 7 + [drawn]
+    if not graphs and not CUDA:
+        llm.runner.__class__ = CascadeRunner
     llm.runner.cascade, sizes, texts = Cascade(16, 64, 4, 16, least_tokens=1), set(), []
     find = llm.runner.cascade.find
     monkeypatch.setattr(llm.runner.cascade, "find", lambda batch: sizes.add(len((seen := find(batch))[1])) or seen)
@@ -316,7 +319,7 @@ def test_texts_of_the_golden_models(variant, monkeypatch):
         if has_cascade := least and variant not in ("mistral", "phi3"):  # these have windows in all layers
             llm.runner.cascade.least_tokens = least
         texts.append(tokens_of(llm.generate([[*range(3, 68)]], params)))
-        assert bool(llm.runner.cascade) == bool(has_cascade)
+        assert bool(getattr(llm.runner, "cascade", None)) == bool(has_cascade)
         assert not has_cascade or ([0, 2, 0, 64] in seen) == (least == 1)
         seen.clear()
     assert texts[0] == texts[1]

@@ -32,9 +32,10 @@ def standing_clock(monkeypatch):
 
 
 def render(source: str, messages=QUESTION, tools=None, add_generation_prompt=True, continue_final_message=False,
-           variables=None, **more) -> str:
+           variables=None, is_request=False, **more) -> str:
     template = ChatTemplate(source, EXPECTED["special_tokens"])
-    return template.render(messages, tools, add_generation_prompt, continue_final_message, variables or more)
+    return template.render(messages, tools, add_generation_prompt, continue_final_message, variables or more,
+                           is_request)
 
 
 def source_of(name: str) -> str:
@@ -118,6 +119,39 @@ def test_text_parts():
                           ("{{ messages[0].content|map(attribute='text')|join }}", "ab"),
                           ("the text. {{ messages[0].content }}", "the text. a\nb")):
         assert render(reading, parts) == text
+
+
+DEVELOPER, SYSTEM = {"role": "developer", "content": "Be brief."}, {"role": "system", "content": "Be kind."}
+BOTH = SYSTEM | {"content": "Be kind.\n\nBe brief."}
+
+
+@pytest.mark.parametrize("given, expected", [
+    ([DEVELOPER], [DEVELOPER | {"role": "system"}]), ([SYSTEM, DEVELOPER], [BOTH]), ([SYSTEM, SYSTEM], [SYSTEM] * 2),
+    ([DEVELOPER, SYSTEM, DEVELOPER], [BOTH | {"content": "Be brief.\n\nBe kind.\n\nBe brief."}]),
+    ([DEVELOPER, *QUESTION, DEVELOPER], [DEVELOPER | {"role": "system"}, *QUESTION, DEVELOPER | {"role": "system"}])])
+def test_a_developers_message_is_a_system_message(given, expected):
+    """Templates that do not know the role drop the message or refuse it, and many refuse a second system message."""
+    assert render(SHOW, [*given, *QUESTION], is_request=True) == render(SHOW, [*expected, *QUESTION])
+    as_it_is = SHOW + "{{ 'developer' }}"
+    assert render(as_it_is, [SYSTEM, DEVELOPER], is_request=True) == render(as_it_is, [SYSTEM, DEVELOPER])
+
+
+def test_a_developers_message_in_parts():
+    for name, text in (("parts", "<turn system>(a)(\n\n)(Be kind.)</turn>"), ("thinking", "system\na\n\nBe kind.<")):
+        assert text in render(source_of(name), [DEVELOPER | {"content": [TEXT]}, SYSTEM, *QUESTION], is_request=True)
+
+
+def test_empty_lists_of_tools_and_calls_are_none():
+    message = {"role": "assistant", "content": "x"}
+    template = ChatTemplate({"default": "{{ tools }} {{ messages[1].tool_calls is defined }}", "tool_use": "tools"})
+    assert template.render([*QUESTION, message | {"tool_calls": []}], [], is_request=True) == "None False"
+
+
+def test_refusals_are_text():
+    refusal = {"type": "refusal", "refusal": "a"}
+    for content in ({"content": [refusal]}, {"content": None, "refusal": "a"}):
+        assert render(SHOW, **assistant(**content)) == render(SHOW, **assistant(content="a"))
+    assert "must have as content" in complaint(render, SHOW, **assistant(content=[refusal | {"refusal": 5}]))
 
 
 def assistant(**message) -> dict:

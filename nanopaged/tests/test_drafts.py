@@ -153,12 +153,15 @@ def test_grammars():
     settings = [SamplingParams(seed=seed, max_tokens=40, structured_outputs=regex) for seed in range(3)]
     settings += [SamplingParams(seed=5, max_tokens=40, structured_outputs=dict(json={
         "type": "array", "items": {"enum": ["a rose", "a road"]}, "minItems": 4, "maxItems": 6}))]
+    reasoning = dict(choice=["yes, indeed", "no, never"], reasoning_token_ids=[198, 11])  # a line break, a comma
     settings += [SamplingParams(seed=6, max_tokens=30)]
-    outputs = load(device="cpu").generate(["A"] * 5, settings, use_tqdm=False)
+    settings += [SamplingParams(seed=7, max_tokens=60, structured_outputs=reasoning)]
+    outputs = load(device="cpu").generate(["A"] * 6, settings, use_tqdm=False)
+    assert "," in outputs[5].outputs[0].text and outputs[5].outputs[0].text.endswith(("indeed", "never"))
     for method, options in ((knowing(outputs, 0.7), dict(block_size=4, num_blocks=40)), (Liar, {}),
                             ("ngram", dict(lookahead=1))):
         llm = drafting("shakespeare", method, **options)
-        assert samples(run(llm, ["A"] * 5, settings)) == samples(outputs)
+        assert samples(run(llm, ["A"] * 6, settings)) == samples(outputs)
         assert method is Liar or llm.drafting.metrics.num_accepted_tokens > 0
 
 

@@ -219,7 +219,7 @@ def test_a_row_without_settings_keeps_every_bit(device, dtype):
 
 def test_plain_requests_need_no_tables_and_others_those_that_they_ask_for():
     edits = edits_for("cpu", 4, 100, SamplingParams(min_tokens=2))
-    assert SamplingNeeds.of([sequence(0, SamplingParams(temperature=0))], [1], [edits], False) == SamplingNeeds(True)
+    assert SamplingNeeds.of([sequence(0, SamplingParams(temperature=0))], [1], [edits]) == SamplingNeeds(True)
     assert not edits.tables
     edits.make_tables(SamplingParams(allowed_token_ids=[3]))
     assert [*edits.tables] == ["bias"] and edits.tables["bias"].shape == (4, 100)

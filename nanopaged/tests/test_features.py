@@ -1,7 +1,7 @@
 """A feature is a file that can be taken away: a prompt still runs, and who asks for the feature gets a sentence.
 
 Each case is a process forked from one that has imported torch; in it the feature's module cannot be imported. Then all
-features are taken away at once, with the second part of kernel.py, and test_paged.py runs.
+features are taken away at once, and test_paged.py runs.
 """
 import ast
 import io
@@ -18,11 +18,14 @@ import pytest
 import torch
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams, kernel
-from nanopaged.api.assemble import load, pick_runner
+from nanopaged.api.assemble import pick_runner
 from nanopaged.cli import main as cli
 from nanopaged.options import default_feature
 from nanopaged.tests.helpers import GOLDEN, ROOT, complaint
 from nanopaged.text.tokenizer import load_tokenizer
+from nanopaged.weights.build import modules_for
+from nanopaged.weights.checkpoint import read_config
+from nanopaged.weights.families import read_model_config
 
 CONTEXT = multiprocessing.get_context("fork")
 FEATURES = ROOT / "nanopaged" / "features"
@@ -58,14 +61,16 @@ def on_a_gpu():
     """What runs on a GPU with Triton, as far as it is decided on a CPU."""
     options = SimpleNamespace(enforce_eager=False, attention="auto")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nanopaged.api.assemble.pick_kernels", lambda *_: None)
-        pick_runner(options, torch.device("cuda"))
+        patch.setattr("nanopaged.api.assemble.pick_kernels", lambda *_: kernel.TRITON)
+        patch.setattr("nanopaged.api.assemble.has_dependent_launch", lambda device: True)
+        return pick_runner(options, torch.device("cuda"))
 
 
-def on_triton():
-    """What is put together for attention in Triton."""
-    runner = SimpleNamespace(kernels=kernel.TRITON, device=torch.device("cpu"), load=list)
-    load(runner, SimpleNamespace(disable_cascade_attn=None), [])
+def experts_on_a_gpu():
+    """The MLP of a mixture of experts beside the small kernels, where these can be had."""
+    _, _, modules = on_a_gpu()
+    config = read_model_config(read_config(GOLDEN / "mixtral"))
+    modules_for(config, modules).mlp(config, 0, modules)
 
 
 PROMPT = "--prompt", "ROMEO:", "--max-tokens", "4"
@@ -74,7 +79,7 @@ ASK = dict(
     batch=command("--prompts", "x.txt"), beam=lambda: llm().beam_search("O", BeamSearchParams(2, 2)),
     chat_template=lambda: llm().chat([{"role": "user", "content": "Hi"}]), conversation=converse,
     drafts=command(*PROMPT, "--speculate", "3"), edits=ask(presence_penalty=1), fp8=lambda: llm(quantization="fp8"),
-    experts=lambda: llm(model=str(GOLDEN / "mixtral")),
+    experts=lambda: llm(model=str(GOLDEN / "mixtral")), fused_experts=experts_on_a_gpu,
     frames=command(*PROMPT, "--trace"), grammar=ask(structured_outputs=dict(regex="a+")),
     hub=command("--model", "org/name", *PROMPT), huggingface=lambda: load_tokenizer(GOLDEN / "tokenizers" / "llama2"),
     logprobs=ask(logprobs=1), page=command(*PROMPT, "--trace", os.devnull + ".html"), router=command(
@@ -83,7 +88,8 @@ ASK = dict(
     server=command("--serve", "--port", "0"), swapping=command(*PROMPT, "--swap-space", "0.01"),
     stop=ask(stop="a"), tensor_parallel=lambda: llm(tensor_parallel_size=2), trace=command(*PROMPT, "--trace"))
 MISSED = dict(
-    cascade=on_triton, fused=on_a_gpu, graphs=on_a_gpu, last_layer=llm, rectangles=llm, ray_data=None, ray_serve=None,
+    cascade=on_a_gpu, fused=on_a_gpu, graphs=on_a_gpu, hopper=on_a_gpu, pick=on_a_gpu, last_layer=llm, rectangles=llm,
+    ray_data=None, ray_serve=None,
     recovery=lambda: fail(llm()), warmup=None, swapping=lambda: llm(model=str(GOLDEN / "mistral")))
 
 
@@ -136,15 +142,34 @@ def test_a_prompt_runs_without_it_and_who_asks_gets_a_sentence(name):
     assert name in ASK.keys() | MISSED
 
 
+def run_a_mixture(name, connection):
+    block(name)
+    default_feature.cache_clear()
+    for enforce_eager in (False, True):
+        model = llm(model=str(GOLDEN / "qwen3-moe"), enforce_eager=enforce_eager)
+        connection.send(model.generate([[5, 6, 7]])[0].outputs[0].token_ids)
+    from nanopaged.features.tensor_parallel import workers
+    connection.send(workers.__name__)
+
+
+@pytest.mark.parametrize("name", sorted({*MISSED} - {"ray_data", "ray_serve"}))
+def test_no_feature_needs_one_that_is_on_by_default(name):
+    """A mixture of experts runs without it, and the code for several GPUs can be imported."""
+    ours, theirs = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=run_a_mixture, args=[name, theirs])
+    process.start()
+    theirs.close()
+    assert ours.recv() == ours.recv() and ours.recv()
+    process.join()
+
+
 # ---- All away
 
 def test_the_chapters_and_the_ring_alone(tmp_path):
-    """Without any feature, and without what is behind chapter 1 in kernel.py, test_paged.py passes. (Left out are forms
-    of attention that differ in a constant only: a GPU compiles each, and test_paged.py itself tests them.)"""
-    for name in ("engine.py", "model.py", "test_paged.py"):
+    """Without any feature test_paged.py passes. (Left out are forms of attention that differ in a constant only: a GPU
+    compiles each, and test_paged.py itself tests them.)"""
+    for name in ("engine.py", "kernel.py", "model.py", "test_paged.py"):
         shutil.copy(ROOT / name, tmp_path)
-    text = (ROOT / "kernel.py").read_text()
-    (tmp_path / "kernel.py").write_text(text[:text.index("# Between the products")].rpartition("\n# ---")[0] + "\n")
     shutil.copytree(ROOT / "nanopaged", tmp_path / "nanopaged", ignore=shutil.ignore_patterns(
         "features", "test_*.py", "__pycache__"))
     run = [subprocess.Popen([sys.executable, *words], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -166,12 +191,12 @@ KNOWN = dict(
     windows_and_swapping=("swap|host_(table|block)|window", "swapping", 20),
     edits=("^edit|repetition|frequency_|presence_|logit_bias|bad_words|logits_processor", "edits", 15),
     trace=("(^|_)traced?$", "trace|frames|page", 8), server=("^serv(e|er|ing|ed)(_|$)", "server|ray_.*", 8),
-    router=("pools|data_parallel|^routers?$", "router|experts|ray_data", 12))
+    router=("pools|data_parallel|^routers?$", "router|(fused_)?experts|ray_data", 12))
 # What is neither a feature's nor the engine's: the table of options, settings and output formats. The trace shows what
 # all features do, and attention and the model's settings have sliding windows of their own.
 FORMATS = {"options.py", "sampling_params.py", "outputs.py", "trace.py", "frames.py", "page.py"}
 ATTENTION = {"kernel.py", "model.py", "tiles.py", "families.py", "rectangles.py", "warmup.py", "cascade.py",
-             "experts.py"}
+             "hopper.py", "experts.py"}
 
 
 def identifiers(path: Path):

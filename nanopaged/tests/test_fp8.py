@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanopaged import SamplingParams, kernel, model
+from nanopaged import SamplingParams, model
 from nanopaged.device import choices
 from nanopaged.features import fp8, fused
 from nanopaged.features.fp8 import in_fp8, multiply, quantize, read_weights
@@ -528,18 +528,18 @@ def test_product_of_few_rows(dtype, rows, size_in, size_out):
     torch.manual_seed(0)
     x, shift = torch.randn(rows, size_in, device=DEVICE).to(dtype), torch.randn(size_out, device=DEVICE).to(dtype)
     weight, scale = quantize(torch.randn(size_out, size_in, device=DEVICE) / size_in ** 0.5)
-    quantized = rows > kernel.MOST_16_BIT_ROWS
-    seen = fp8_weight(*kernel.quantize_rows(x)) if quantized else x
+    quantized = rows > fused.MOST_16_BIT_ROWS
+    seen = fp8_weight(*fp8.quantize_rows(x)) if quantized else x
     exact = seen.double() @ fp8_weight(weight, scale).double().T
     # A GPU's tensor cores add up 8-bit products with about 14 bits.
     tolerance = 4 * torch.finfo(dtype).eps + (2e-3 if CUDA and quantized else 2e-6)
-    assert relative_error(kernel.few_rows_linear(x, weight, shift, scale=scale), exact + shift) < tolerance
+    assert relative_error(fused.few_rows_linear(x, weight, shift, scale=scale), exact + shift) < tolerance
     if size_out % 2 == 0:
         gate, up = exact.to(dtype).double().chunk(2, 1)
-        y = kernel.few_rows_linear(x, weight, None, None, "silu", True, scale=scale)
+        y = fused.few_rows_linear(x, weight, None, None, "silu", True, scale=scale)
         assert relative_error(y, torch.nn.functional.silu(gate) * up) < tolerance
     if rows > 1 and size_in % 512 == 0:
-        assert relative_error(kernel.few_rows_linear(x, weight, None, count=4, scale=scale).double().sum(0),
+        assert relative_error(fused.few_rows_linear(x, weight, None, count=4, scale=scale).double().sum(0),
                               exact) < tolerance
 
 
@@ -549,7 +549,7 @@ def test_small_and_large_numbers_beside_weights_in_8_bits():
     torch.manual_seed(0)
     weight, scale = quantize(torch.randn(64, 256, device=DEVICE))
     x = torch.randn(3, 256, device=DEVICE) * torch.tensor([[1e-4], [1.0], [2e5]], device=DEVICE)
-    y = kernel.few_rows_linear(x.bfloat16(), weight, None, scale=scale)
+    y = fused.few_rows_linear(x.bfloat16(), weight, None, scale=scale)
     exact = x.bfloat16().double() @ fp8_weight(weight, scale).double().T
     assert all(relative_error(*rows) < 0.01 for rows in zip(y, exact))
 
@@ -560,7 +560,7 @@ def test_small_and_large_numbers_beside_weights_in_8_bits():
 def test_rows_in_8_bits(dtype, shape):
     x = torch.randn(*shape, device=DEVICE).mul(100).to(dtype)
     x[1:2] = 0
-    (ours, scale), (expected, exact) = kernel.quantize_rows(x), quantize(x)
+    (ours, scale), (expected, exact) = fp8.quantize_rows(x), quantize(x)
     torch.testing.assert_close(scale, exact, rtol=1e-6, atol=0)  # a GPU's division of float32 may be rounded otherwise
     assert ours.shape == expected.shape
     assert (ours.float() != expected.float()).sum() <= 1 + x.numel() / 20  # the interpreter rounds some up to half
@@ -575,7 +575,7 @@ def test_a_products_error(rows, keeps):
     layer = fused.FusedLinear(512, 256, False, True).to(DEVICE).requires_grad_(False)
     layer.weight.copy_(weight), layer.scale.copy_(scale)
     exact, ideal = x.float() @ ordinary.T, x
-    if rows > kernel.MOST_16_BIT_ROWS or not kernel.has_few_rows(x, weight):
+    if rows > fused.MOST_16_BIT_ROWS or not fused.has_few_rows(x, weight):
         ideal = fp8_weight(*quantize(x))
     limit = 1.1 * relative_error(ideal.float() @ fp8_weight(weight, scale).T, exact)
     y = layer(x)

@@ -9,7 +9,7 @@ from nanopaged import LLM, SamplingParams, kernel
 from nanopaged.device.sampler import mix, pick
 from nanopaged.features import fused as fused_module
 from nanopaged.features import last_layer
-from nanopaged.features.fused import num_partial_products, partial_products
+from nanopaged.features.fused import fused_add_norm, num_partial_products, partial_products
 from nanopaged.features.last_layer import ShortLastLayer
 from nanopaged.tests.helpers import (
     CUDA,
@@ -46,7 +46,7 @@ def test_sum_and_norm(dtype, bias, count, num_gpus, size):
     torch.manual_seed(0)
     x = tuple(made(*[count] * (count > 0), 3, size, dtype=dtype) for _ in range(num_gpus))
     residual, weight, shift = made(3, size, dtype=dtype), made(size, dtype=dtype), made(size, dtype=dtype)
-    out, total = kernel.add_and_norm(x if num_gpus > 1 else x[0], residual, weight, shift if bias else None, 1e-5)
+    out, total = fused_add_norm(x if num_gpus > 1 else x[0], residual, weight, shift if bias else None, 1e-5)
     exact = residual.double() + sum(part.double().sum(0) if count else part.double() for part in x)
     assert_close(total, exact)
     assert_close(out, normalize(total.double(), weight.double(), shift.double() if bias else None, 1e-5), 2)
@@ -58,7 +58,7 @@ def test_a_norm_with_weights_in_float32_rounds_once():
     torch.manual_seed(0)
     x, weight = made(3, 80, dtype=torch.float16), 1 + made(80, dtype=torch.float32)
     exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
-    for out in (kernel.rms_norm(x, weight, 1e-6), kernel.add_and_norm(x, torch.zeros_like(x), weight, None, 1e-6)[0]):
+    for out in (kernel.rms_norm(x, weight, 1e-6), fused_add_norm(x, torch.zeros_like(x), weight, None, 1e-6)[0]):
         assert out.dtype is torch.float16 and torch.allclose(out.double(), exact, rtol=5e-4, atol=1e-7)
 
 
@@ -68,7 +68,7 @@ def test_a_norm_with_weights_in_float32_rounds_once():
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activation_and_product(dtype, gated, activation):
     x = made(2, 1100 * (2 if gated else 1), dtype=dtype)
-    assert_close(kernel.activate(x, activation, gated), activate(x.double(), activation, gated), 3)
+    assert_close(fused_module.activate(x, activation, gated), activate(x.double(), activation, gated), 3)
 
 
 @needs_kernel
@@ -81,14 +81,14 @@ def test_product_of_few_rows(dtype, bias, rows, size_in, size_out):
     shift = made(size_out, dtype=dtype)
     exact = x.double() @ weight.double().T + (shift.double() if bias else 0)
     shift = shift if bias else None
-    assert_close(kernel.few_rows_linear(x, weight, shift), exact)
+    assert_close(fused_module.few_rows_linear(x, weight, shift), exact)
     out = x.new_full((rows, size_out), torch.nan)
-    assert kernel.few_rows_linear(x, weight, shift, out) is out and out.isfinite().all()
+    assert fused_module.few_rows_linear(x, weight, shift, out) is out and out.isfinite().all()
     activation = ("silu", True) if size_out % 2 == 0 else ("relu", False)
-    assert_close(kernel.few_rows_linear(x, weight, shift, None, *activation),
+    assert_close(fused_module.few_rows_linear(x, weight, shift, None, *activation),
                  activate(exact.to(dtype).double(), *activation), 4)
     if rows > 1 and not bias:
-        parts = kernel.few_rows_linear(x, weight, None, count=4)
+        parts = fused_module.few_rows_linear(x, weight, None, count=4)
         assert parts.shape == (4, rows, size_out)
         assert_close(parts.double().sum(0).to(dtype), exact, 4)
 
@@ -98,9 +98,9 @@ def test_product_of_few_rows(dtype, bias, rows, size_in, size_out):
 def test_products_of_no_rows(dtype):
     """A step that samples nothing has no rows in the last layer; nor has the one that finds an fp8 cache's scales."""
     x, weight = made(0, 64, dtype=dtype), made(10, 64, dtype=dtype)
-    assert kernel.has_few_rows(x, weight) and fused_module.linear(x, weight).shape == (0, 10)
-    assert kernel.few_rows_linear(x, weight, None, None, "silu", True).shape == (0, 5)
-    assert kernel.few_rows_linear(x, weight, None, count=4).shape == (4, 0, 10)
+    assert fused_module.has_few_rows(x, weight) and fused_module.linear(x, weight).shape == (0, 10)
+    assert fused_module.few_rows_linear(x, weight, None, None, "silu", True).shape == (0, 5)
+    assert fused_module.few_rows_linear(x, weight, None, count=4).shape == (4, 0, 10)
 
 
 @needs_gpu
@@ -111,7 +111,7 @@ def test_an_fp8_cache_beside_the_small_kernels():
 
 def test_which_products_have_few_rows():
     def chosen(rows, size_out, dtype=torch.bfloat16, count=1, size=1024):
-        return kernel.has_few_rows(torch.empty(rows, size, dtype=dtype), torch.empty(size_out, size), count)
+        return fused_module.has_few_rows(torch.empty(rows, size, dtype=dtype), torch.empty(size_out, size), count)
 
     assert chosen(16, 2048) and chosen(2, 4096, size=9000) and chosen(2, 512, count=4, size=4096) and chosen(1, 8)
     assert not chosen(17, 2048) and not chosen(2, 512) and not chosen(2, 2048, size=2048)  # too few programs
@@ -126,11 +126,11 @@ def test_picking_a_token(vocab_size):
     temperature = torch.tensor([0, 1, 0.7, 2, 1e-3, 1, 1e-6, 10], device=DEVICE)
     seeds = torch.tensor([mix(i) for i in range(8)], device=DEVICE)
     positions = torch.arange(8, device=DEVICE) + 100
-    tokens = kernel.pick(logits, temperature, seeds, positions)
+    tokens = pick.pick(logits, temperature, seeds, positions)
     assert tokens.dtype is torch.int64 and torch.equal(tokens, pick(logits, temperature, seeds, positions))
     logits[1, 0], logits[2, -1], logits[3], logits[4, 1:] = torch.nan, torch.inf, -torch.inf, -torch.inf
     tokens[1:4], tokens[4] = -1, 0
-    assert torch.equal(kernel.pick(logits, temperature, seeds, positions), tokens)
+    assert torch.equal(pick.pick(logits, temperature, seeds, positions), tokens)
 
 
 @pytest.mark.parametrize("intermediate_size", [512, 8960])  # a row's sum goes over at most 1,024 numbers at a time

@@ -168,12 +168,16 @@ PERSON = {"type": "object", "properties": {"first name": {"type": "string", "max
           "required": ["first name", "age", "pets"], "additionalProperties": False}
 
 
+COMMA, NEWLINE = 11, 198  # tokens of the bundled model
+
+
 def mixed(llm):
     """Requests with and without grammars, run together; the books are checked after each step."""
     settings = [params(json=PERSON), SamplingParams(temperature=0.8, seed=2, max_tokens=30, ignore_eos=True),
                 params(json=PERSON, n=3, seed=5), params(regex=r"\d{4}-\d{2}-\d{2} [a-z]{3,9}", presence_penalty=1.5),
                 params(choice=["yes, indeed", "no, never"], temperature=0), params(json=PERSON, logprobs=2, top_p=0.9),
-                SamplingParams(temperature=0, max_tokens=20, repetition_penalty=1.2), params(json=PERSON, top_k=3)]
+                SamplingParams(temperature=0, max_tokens=20, repetition_penalty=1.2), params(json=PERSON, top_k=3),
+                params(choice=["yes, indeed", "no, never"], reasoning_token_ids=[COMMA], n=2)]
     outputs = run_checked(llm, ["ROMEO: what is it"] * len(settings), settings)
     return [[(sample.text, sample.token_ids) for sample in output.outputs] for output in outputs]
 
@@ -235,6 +239,35 @@ def test_forced_tokens_change_no_text_and_save_steps(lookahead, expected, monkey
     with_forced = num_steps()
     monkeypatch.setattr(grammars.Grammar, "propose", lambda self, token_ids, k: [])
     assert mixed(llm) == expected and num_steps() > with_forced + 5
+
+
+@pytest.mark.parametrize("more", [{}, dict(logprobs=1), dict(repetition_penalty=1.1), dict(n=3), dict(max_tokens=9)])
+def test_a_grammar_begins_when_the_reasoning_ends(llm, more):
+    """Until then the text is that of a request without a grammar."""
+    structure = dict(choice=["yes, indeed", "no, never"], reasoning_token_ids=[COMMA])
+    given, plain = params(**structure, **more), SamplingParams(temperature=1, seed=1, **dict(max_tokens=80) | more)
+    found, free = (llm.generate("ROMEO: what", each, use_tqdm=False)[0].outputs for each in (given, plain))
+    for sample, other in zip(found, free, strict=True):
+        reasoning, comma, text = sample.text.partition(",")
+        assert other.text.startswith(reasoning + comma)
+        assert text in structure["choice"] if sample.finish_reason == "stop" else given.max_tokens == 9
+    if not more:
+        assert "".join(llm.stream("ROMEO: what", given)) == found[0].text
+
+
+def test_reasoning_that_may_begin_and_does_not_end_the_text(llm):
+    eos = min(llm.eos_token_ids)
+    for bias, pattern in (({NEWLINE: 100}, "\n.*"), ({NEWLINE: -100}, ""), ({NEWLINE: 100, eos: 100}, "\n.+")):
+        # The bias to the end is not for the first token: with two that are as likely, either would be drawn.
+        outputs = run(llm, *(params(regex="[0-9]{3}", reasoning_token_ids=[NEWLINE, COMMA], seed=seed, logit_bias=bias,
+                                    min_tokens=1, max_tokens=9) for seed in range(4)))
+        for output in outputs:
+            assert re.fullmatch(pattern + ("" if pattern else "[0-9]{3}"), output.text, re.S)
+            assert output.finish_reason == ("length" if pattern else "stop")
+    for ids, words in (([], "one or two"), ([1, 2, 3], "one or two"), ([-1], "one or two"), (["x"], "one or two"),
+                       ([10**9], "reasoning_token_ids has token id 1000000000")):
+        with pytest.raises(ValueError, match=words):
+            run(llm, params(regex="a", reasoning_token_ids=ids))
 
 
 def test_stop_strings_log_probabilities_and_streams(llm):

@@ -9,12 +9,14 @@ import torch
 
 import engine
 from nanopaged import SamplingParams
+from nanopaged.api.assemble import runner_class
 from nanopaged.device.runner import Runner
 from nanopaged.device.step_input import StepInput
 from nanopaged.features import graphs
+from nanopaged.features.cascade import CascadeRunner
 from nanopaged.features.grammar import Masks
 from nanopaged.features.graphs import GraphRunner
-from nanopaged.features.kinds.device import with_kinds
+from nanopaged.features.kinds.device import KindsRunner
 from nanopaged.tests.helpers import (
     CUDA,
     GREEDY,
@@ -67,8 +69,8 @@ def record_graphs(llm, monkeypatch):
     that are replayed."""
     runner, replayed = llm.runner, []
     if not CUDA:
-        runner.__class__ = with_kinds(GraphRunner) if runner.config.groups else GraphRunner
-        runner.graphs = {}
+        kinds = [KindsRunner] * bool(runner.config.groups)
+        runner.__class__, runner.graphs = runner_class([*kinds, CascadeRunner, GraphRunner]), {}
         for kind in (GraphRunner, Masks):
             monkeypatch.setattr(kind, "_static_step", pretend_to_record(kind._static_step))
         for patch in plain_kernels():
@@ -188,9 +190,9 @@ def test_recording_while_another_thread_uses_the_device():
 def test_a_short_chunk_as_rows_of_one_token_each():
     seqs = [engine.Sequence([0] * 20, engine.Order(0, i, 0), 30) for i in range(3)]
     batch = StepInput(seqs, [1, 1, 3], [7, -1, 4, 5, 6], [9, 3, 4, 5, 6], [90, 30, 44, 45, 46], [0, 1, 2, 5],
-                             [10, 4, 7], [2, 0, 1])
-    rows, last_rows = graphs.one_token_places(batch, [0, 2])
+                             [10, 4, 7], [2, 0, 1], [0, 2])
+    rows = graphs.one_token_places(batch)
     assert rows.seqs == [seqs[0], seqs[1], seqs[2], seqs[2], seqs[2]] and rows.num_tokens == [1] * 5
     assert rows.lists == [batch.input_ids, batch.positions, batch.slot_mapping, [0, 1, 2, 3, 4, 5], [10, 4, 5, 6, 7],
-                          [2, 0, 1, 1, 1], [], []]
-    assert last_rows == [0, 4]
+                          [2, 0, 1, 1, 1]]
+    assert rows.sampling_places == [0, 4]

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 import kernel
-from nanopaged import LLM, optional_triton, tiles
+from nanopaged import LLM, tiles
+from nanopaged.features import hopper
 from nanopaged.tests.helpers import CUDA, DEVICE, GOLDEN, GREEDY, needs_kernel, prompt_logits, relative_error, tokens_of
 
-ON_HOPPER = CUDA and torch.cuda.get_device_capability() == (9, 0) and optional_triton.gl is not None
+ON_HOPPER = CUDA and torch.cuda.get_device_capability() == (9, 0) and hopper.gl is not None
+attention = hopper.with_prefill(kernel.TRITON).attention
 needs_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs an H100 or H200, and a Triton with Gluon")
 BATCH = [5, 70, 200, 2, 1, 641, 64, 129, 3, 400], [5, 107, 1300, 2, 77, 641, 192, 192, 257, 464]  # query and seq_lens
 ROWS_OF_PREFILL = torch.arange(sum(BATCH[0])) != sum(BATCH[0][:4])  # all but those of sequences with one new token
@@ -57,13 +59,13 @@ def exact(q, k_cache, v_cache, tables, lens, starts, window=0):
 def prefill(args, window=0, query_tiles=None):
     """The rows of prompts; the others keep a 7."""
     q, lens, starts = args[0], args[4], args[5]
-    return kernel.paged_attention(*args, q.shape[2] ** -0.5, max_query_len=int(starts.diff().max()), num_decodes=0,
+    return attention(*args, q.shape[2] ** -0.5, max_query_len=int(starts.diff().max()), num_decodes=0,
                                   max_seq_len=int(lens.max()), sliding_window=window, query_tiles=query_tiles,
                                   out=torch.full_like(q, 7.0))
 
 
 def rule(args):
-    return kernel.on_hopper(args[0].shape[1] // args[1].shape[2], args[0].shape[2], 64, args[0].dtype, args[1].dtype,
+    return hopper.on_hopper(args[0].shape[1] // args[1].shape[2], args[0].shape[2], 64, args[0].dtype, args[1].dtype,
                             args[0].device)
 
 
@@ -129,12 +131,12 @@ def test_recorded_steps_and_padding():
     that are padding have no tokens."""
     args = [*problem(*BATCH)]
     lens, starts = args[4].clone(), args[5].clone()
-    per_tile = kernel.tokens_per_tile(2, 128, 64, torch.bfloat16, torch.bfloat16, args[0].device)
+    per_tile = hopper.tokens_per_tile(2, 128, 64, torch.bfloat16, torch.bfloat16, args[0].device)
     lists = [kernel.make_query_tiles(BATCH[0], BATCH[1], per_tile), kernel.make_query_tiles(BATCH[0][:3], BATCH[1][:3],
                                                                                            per_tile)]
     work = torch.full((len(lists[0]) + 9, 2), -1, dtype=torch.int32, device="cuda")
-    run = lambda: kernel.paged_attention(*args, 128 ** -0.5, max_query_len=2, max_seq_len=2000, num_decodes=0,  # noqa: E731
-                                         query_tiles=work, out=out)
+    run = lambda: attention(*args, 128 ** -0.5, max_query_len=2, max_seq_len=2000, num_decodes=0,  # noqa: E731
+                            query_tiles=work, out=out)
     out, graph = torch.empty_like(args[0]), torch.cuda.CUDAGraph()
     run()
     with torch.cuda.graph(graph):
@@ -165,12 +167,12 @@ def test_an_engine(variant, change, per_tile, tmp_path, monkeypatch):
     logits = []
     for fits, expected in zip((True, False), per_tile):
         if not fits:
-            kernel.on_hopper.cache_clear()
-            monkeypatch.setattr(tiles, "fits_hopper", lambda *_: False)
+            hopper.on_hopper.cache_clear()
+            monkeypatch.setattr(hopper, "fits_hopper", lambda *_: False)
         llm = LLM(str(tmp_path), **options, enforce_eager=True)
         assert llm.runner.tokens_per_tile == expected
         logits.append(prompt_logits(llm, prompts[0]))
-    kernel.on_hopper.cache_clear()
+    hopper.on_hopper.cache_clear()
     assert relative_error(*logits) < 0.02
 
 
@@ -190,7 +192,7 @@ def test_the_rule(change, fits, monkeypatch):
     capability, cuda = given.pop("capability"), given.pop("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    assert tiles.fits_hopper(**given, device=torch.device("cuda")) == fits
+    assert hopper.fits_hopper(**given, device=torch.device("cuda")) == fits
 
 
 @needs_kernel
@@ -203,23 +205,23 @@ def test_a_triton_in_which_it_does_not_compile(monkeypatch):
     table, lens, starts = (torch.tensor(numbers, dtype=torch.int32, device=DEVICE) for numbers in ([[0]], [9], [0, 5]))
     args, options = (q, *cache, table, lens, starts, 0.25), dict(max_query_len=5, max_seq_len=9)
     expected = kernel.paged_attention(*args, **options)
-    monkeypatch.setattr(tiles, "fits_hopper", lambda *_: True)
-    monkeypatch.setattr(kernel, "box_of", refuse)
-    kernel.on_hopper.cache_clear()
+    monkeypatch.setattr(hopper, "fits_hopper", lambda *_: True)
+    monkeypatch.setattr(hopper, "box_of", refuse)
+    hopper.on_hopper.cache_clear()
     try:
         with pytest.warns(UserWarning, match=r"kernel for all GPUs, .* \(no module named gluon\)") as seen:
-            assert torch.equal(kernel.paged_attention(*args, **options), expected)
-            assert torch.equal(kernel.paged_attention(*args, **options), expected)
+            assert torch.equal(attention(*args, **options), expected)
+            assert torch.equal(attention(*args, **options), expected)
         assert len(seen) == 1
         model = 2, 16, 64, q.dtype, q.dtype, q.device
-        assert kernel.tokens_per_tile(*model) == tiles.prefill_config(2, 16, q.dtype, q.device)["TILE_M"] // 2
+        assert hopper.tokens_per_tile(*model) == tiles.prefill_config(2, 16, q.dtype, q.device)["TILE_M"] // 2
     finally:
-        kernel.on_hopper.cache_clear()
+        hopper.on_hopper.cache_clear()
 
 
 def test_the_turns_of_programs():
     """The drawing in `_item`."""
-    lines = (getattr(kernel._item, "fn", None) or kernel._item).__doc__.splitlines()
+    lines = (getattr(hopper._item, "fn", None) or hopper._item).__doc__.splitlines()
     drawn = [[int(word) for word in line.split("turn")[1].split()[1:]] for line in lines if "turn " in line and "  " in
              line.strip()]
     expected = [[turn * 3 + (program if turn % 2 == 0 else 2 - program) for program in range(3)] for turn in range(2)]

@@ -22,7 +22,7 @@ def test_the_rows_of_the_last_layer():
     assert batches[1].query_start_loc.tolist() == [*map(names.index, "abc"), len(names)]
     needed = [i for i, mark in enumerate(rows["attention, MLP"][:8]) if mark == "x"]
     drawing = "logits_indices {} {}, sampling_places {} {} (A, B)"
-    assert rows["attention, MLP"][8] == drawing.format(*needed, *batches[1].hints["sampling_places"])
+    assert rows["attention, MLP"][8] == drawing.format(*needed, *batches[1].sampling_places)
     assert batches[1].logits_indices.tolist() == needed
     assert num_rows == [8] * (llm.config.num_layers - 1) + [len(needed)]
 

@@ -13,7 +13,8 @@ from engine import NO_TOKEN
 from nanopaged import SamplingParams
 from nanopaged.features.server.answers import CHAT, COMPLETIONS, ApiError
 from nanopaged.features.server.openai import FIELDS, IGNORED, Serving
-from nanopaged.tests.helpers import shared
+from nanopaged.features.server.responses import RESPONSES, read_response
+from nanopaged.tests.helpers import GOLDEN, shared
 from nanopaged.tests.test_cli import TEMPLATE, assert_refused, run
 from nanopaged.tests.test_tools import merge
 
@@ -30,10 +31,12 @@ def llm():
     return shared(device="cpu")
 
 
+def render_with(llm, template, messages, tools=None, variables=None, **more):
+    return llm.chat_prompt(messages, chat_template=template, chat_template_kwargs=variables, tools=tools, **more)
+
+
 def serving_of(llm, **options) -> Serving:
-    def render(messages, tools=None, variables=None, **more):
-        return llm.chat_prompt(messages, chat_template=TEMPLATE, chat_template_kwargs=variables, tools=tools, **more)
-    return Serving(llm, "bard", render, **options)
+    return Serving(llm, "bard", partial(render_with, llm, TEMPLATE), **options)
 
 
 @pytest.fixture(scope="module")
@@ -210,6 +213,70 @@ def test_messages_tools_and_template_variables_are_rendered(llm):
     assert render.mock_calls == [with_tools, with_tools, call(messages, None, {})]
 
 
+HI, CALL_F = MINIMAL[CHAT]["messages"][0], {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def item(kind, **fields) -> dict:
+    return {"type": kind, "status": "completed"} | fields
+
+
+THOUGHT, F = item("reasoning", summary=[], content=[{"type": "reasoning_text", "text": "Hm."}]), item(
+    "function_call", call_id="c", name="f", arguments="{}")
+HELLO = item("message", role="assistant", content=[{"type": "output_text", "text": "Ay."}])
+
+
+@pytest.mark.parametrize("items, messages", [
+    ([item("function_call_output", call_id="c", output=[{"type": "input_text", "text": "Rain"}])],
+     [{"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "Rain"}]}]),
+    ([HELLO | {"content": [{"type": "refusal", "refusal": "No."}]}],
+     [{"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}]),
+    ([THOUGHT, F], [{"role": "assistant", "reasoning_content": "Hm.", "content": "", "tool_calls": [CALL_F]}]),
+    ([item("reasoning", summary=[{"type": "summary_text", "text": "So."}]), THOUGHT, HELLO, F, HELLO],
+     [{"role": "assistant", "reasoning_content": "So.\nHm.", "content": [{"type": "text", "text": "Ay."}],
+       "tool_calls": [CALL_F]}, {"role": "assistant", "content": [{"type": "text", "text": "Ay."}]}]),
+    ([THOUGHT, {"role": "user", "content": "x"}, item("reasoning", summary=[], encrypted_content="x")],
+     [{"role": "assistant", "reasoning_content": "Hm.", "content": ""}, {"role": "user", "content": "x"}])])
+def test_items_of_responses_are_messages_of_chats(serving, items, messages):
+    found = read_response({"input": [HI, *items]})["messages"]
+    assert found == [HI, *messages]
+    [given], [rendered] = (serving.read(*request).prompts for request in (
+        (RESPONSES, {"input": [HI, *items]}), (CHAT, {"messages": [HI, *messages]})))
+    assert given == rendered
+
+
+def test_instructions_and_a_developers_message_are_one(serving):
+    brief = {"role": "developer", "content": "Be brief."}
+    [found] = serving.read(RESPONSES, {"instructions": "Be kind.", "input": [brief, HI]}).prompts
+    [expected] = read(serving, CHAT, messages=[{"role": "system", "content": "Be kind.\n\nBe brief."}, HI]).prompts
+    assert found == expected
+    [found] = read(serving, CHAT, messages=[{"role": "system", "content": "Be kind."}, brief, HI]).prompts
+    assert found == expected
+
+
+def test_empty_lists_of_tools_and_calls_count_as_absent(llm):
+    source = "{{ tools }}{% for message in messages %}{{ message }}{% endfor %}"
+    serving = Serving(llm, "bard", partial(render_with, llm, source))
+    answer_of = {"role": "assistant", "content": "Ay."}
+    for path in (CHAT, "/tokenize"):
+        first, second = (serving.read(path, fields) for fields in (
+            {"messages": [HI, answer_of | {"tool_calls": []}], "tools": []}, {"messages": [HI, answer_of]}))
+        assert first == second if path == "/tokenize" else first.prompts == second.prompts
+
+
+@pytest.mark.parametrize("name, value", [("instructions", "\ud83d"), ("tools", [{"x": float("nan")}]),
+                                         ("text", {"x": json.loads("1e999")}), ("tool_choice", {"x": "\udc00"})])
+def test_what_an_answer_cannot_repeat_is_refused_before_it_is_generated(serving, name, value):
+    with pytest.raises(ApiError, match=f"{name} comes back in the answer") as caught:
+        serving.read(RESPONSES, {"input": "Hi", name: value})
+    assert caught.value.status == 400
+
+
+def test_a_template_that_quotes_half_a_surrogate_pair(llm):
+    serving = Serving(llm, "bard", partial(render_with, llm, "{{ raise_exception(messages[0].content) }}"))
+    error = refusal(serving, CHAT, messages=[HI | {"content": "\ud83d"}])
+    assert "\\ud83d" in str(error) and json.dumps(error.body, ensure_ascii=False).encode()
+
+
 # ---- Tools and thoughts; test_tools.py has the formats
 
 WEATHER = {"name": "weather", "parameters": {
@@ -315,6 +382,28 @@ def test_thoughts_have_a_field_of_their_own(llm):
     assert call.response([output])["choices"][0]["message"] == {"role": "assistant", "content": "x"}
     end = ""  # then the answer does not begin with a thought
     assert read(serving, CHAT).response([output])["choices"][0]["message"] == {"role": "assistant", "content": "x"}
+
+
+@needs_grammar
+@pytest.mark.parametrize("opening, bias", [("<think>\n", {"</think>": 8}), ("", {"<think>": 20, "</think>": 26}),
+                                           ("", {"<think>": -99}), ("<think>\n\n</think>\n\n", {"<think>": 99})])
+def test_a_grammar_begins_when_the_thoughts_end(opening, bias):
+    """The prompt opens them, the model may open them, or the prompt has ended them."""
+    llm = shared(device="cpu", tokenizer=str(GOLDEN / "tokenizers" / "qwen"))  # it has their tokens
+    serving = Serving(llm, "bard", partial(render_with, llm, TEMPLATE + opening), reasoning_parser="qwen3")
+    bias = {llm.tokenizer.tokens[name]: number for name, number in bias.items()}
+    schema = {"type": "json_schema", "json_schema": {"schema": {"enum": ["yes", "no"]}}}
+    for more in ({"structured_outputs": {"choice": ['"yes"', '"no"']}}, {"response_format": schema},
+                 {"tools": TOOLS[1:], "tool_choice": "required"}):
+        fields = more | dict(seed=1, temperature=1, max_tokens=200, logit_bias=bias)
+        [choice] = answer(serving, CHAT, **fields)["choices"]
+        message, reason = message_of(stream(serving, CHAT, **fields))
+        found, calls = choice["message"], choice["message"].get("tool_calls", ())
+        assert bool(found.get("reasoning_content")) is (min(bias.values()) in (8, 20))
+        assert message.get("reasoning_content") == found.get("reasoning_content")
+        assert message["content"] == (found["content"] or "") and reason == choice["finish_reason"]
+        assert found["content"] in (('"yes"', '"no"') if not calls else (None,)) and bool(calls) is ("tools" in more)
+        assert reason == "stop" if not calls else json.loads(calls[0]["function"]["arguments"]) == {}
 
 
 # ---- Answers

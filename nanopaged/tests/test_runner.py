@@ -12,7 +12,7 @@ import kernel
 from nanopaged import LLM, SamplingParams, tiles
 from nanopaged.device import choices, runner
 from nanopaged.device.choices import pick_dtype
-from nanopaged.features import warmup
+from nanopaged.features import cascade, warmup
 from nanopaged.tests.helpers import (
     CUDA,
     DEVICE,
@@ -52,8 +52,9 @@ def test_kernels_are_compiled_before_the_first_request(tmp_path, monkeypatch, va
     (tmp_path / "config.json").write_text(json.dumps(
         config | dict(max_position_embeddings=512, num_hidden_layers=1, layer_types=None) | options))
     forms = set()
-    for name in ("paged_attention_kernel", "merge_splits_kernel", "rotate_and_store_kernel"):
-        monkeypatch.setattr(kernel, name, RecordingKernel(getattr(kernel, name), forms))
+    for home, name in ((kernel, "paged_attention_kernel"), (kernel, "merge_splits_kernel"),
+                       (kernel, "rotate_and_store_kernel"), (cascade, "cascade_kernel")):
+        monkeypatch.setattr(home, name, RecordingKernel(getattr(home, name), forms))
     monkeypatch.setattr(tiles, "MANY_CONTEXTS", 8)
     dtype = "bfloat16" if CUDA else "float32"  # in float32 a GPU has no cascade
     llm = LLM(str(tmp_path), load_format="dummy", attention="triton", dtype=dtype, num_blocks=64,
@@ -64,7 +65,7 @@ def test_kernels_are_compiled_before_the_first_request(tmp_path, monkeypatch, va
     for future in llm.runner.compiling:
         future.result()
     compiled = set(forms)
-    suffixes = {dict(form[1:])["ONE_SPLIT"] for form in forms if dict(form[1:]).get("PHASE") == "suffix"}
+    suffixes = {dict(form[1:])["ONE_SPLIT"] for form in forms if dict(form[1:]).get("PREFIX") is False}
     assert suffixes == (set() if variant == "mistral" else {True} if max_num_seqs == 1 else {True, False})
     forms.clear()
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)

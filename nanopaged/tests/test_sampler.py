@@ -1,8 +1,8 @@
 """Logits to tokens: what is drawn, how often, and that a row's draw is that row's own affair.
 
 The sampler is seen from outside only: sample(logits, settings, ..) and gumbel(mix(seed), position, size). On a GPU
-kernel.pick draws. The reference is a loop over one row in Python's floats. Nothing here is left to chance: the noise is
-a hash, so a test that passes once passes always.
+features/pick.py draws. The reference is a loop over one row in Python's floats. Nothing here is left to chance: the
+noise is a hash, so a test that passes once passes always.
 """
 import json
 import math
@@ -14,12 +14,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanopaged import kernel
 from nanopaged.device import sampler
 from nanopaged.device.logits import kept_tokens
 from nanopaged.device.sampler import SamplingNeeds, gumbel, mix, pack_settings, pick
+from nanopaged.features.pick import pick as pick_in_triton
 
-sample = partial(sampler.sample, pick=kernel.pick if torch.cuda.is_available() else pick)
+sample = partial(sampler.sample, pick=pick_in_triton if torch.cuda.is_available() else pick)
 GOLDEN = Path(__file__).parents[1] / "golden"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DEFAULTS = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nanopaged import engine, kernel, model
+from nanopaged import engine, model
 from nanopaged.device import transfer
 from nanopaged.device.pool import GIB, Pool
 from nanopaged.device.rows import Rows
@@ -192,7 +192,6 @@ class KindsRows(Rows):
                     entries += [max(block, 0) * parts for block in table[first:]]
                     row += self.table_size
                 seq.num_sent_blocks = end
-        self.sent = cells, entries
         self.write(cells, entries, new)
 
 
@@ -214,25 +213,27 @@ class KindsRunner(Runner):
         return KindsRows(self.layout.num_parts, self.max_num_seqs, engine.cdiv(self.max_model_len, self.block_size),
                          self.device)
 
-    def make_batch(self, sent: StepTensors, *args: Any, **options: Any) -> model.Batch:
-        batch = super().make_batch(sent, *args, **options)
+    def make_batch(self, sent: StepTensors, logits_indices: Tensor | None, sampling_places: Tensor | None,
+                   metadata: Any) -> model.Batch:
+        batch = super().make_batch(sent, logits_indices, sampling_places, metadata)
         tables = batch.block_tables.view(len(sent.rows), -1, self.rows.table_size)
-        compute = group_slots if self.kernels is kernel.TRITON else group_slots_reference
+        compute = group_slots if self.kernels.in_triton else group_slots_reference
         slots = compute(tables, sent.positions, sent.slot_mapping, sent.query_start_loc, self.block_size)
-        hints = [batch.hints] + [batch.hints | dict(cascade=None, shared={}) for _ in slots[1:]]
-        groups = [replace(batch, block_tables=tables[:, group], slot_mapping=slots[group], hints=hints[group])
-                  for group in range(len(slots))]
+        # A cascade (features/cascade.py) is that of the first group's blocks.
+        other = model.AttentionMetadata(*metadata[:len(model.AttentionMetadata._fields)])
+        groups = [replace(batch, block_tables=tables[:, group], slot_mapping=slots[group],
+                          metadata=other if group else batch.metadata) for group in range(len(slots))]
         return KindsBatch(*(getattr(batch, one.name) for one in fields(batch)), groups)
+
+    def trial(self, batch: Any) -> model.Batch:
+        batch = super().trial(batch)
+        batch.groups[0].metadata = batch.metadata
+        return batch
 
 
 # --------------------------------------------------------------------------------------------------
 # The parts
 # --------------------------------------------------------------------------------------------------
-
-def with_kinds(runner: type[Runner]) -> type[Runner]:
-    """The runner, for layers in groups."""
-    return type(f"Kinds{runner.__name__}", (KindsRunner, runner), {})
-
 
 def with_groups(modules: model.Modules) -> model.Modules:
     """The modules, with layers that read what their group has of a batch."""

@@ -27,6 +27,7 @@ class ApiError(ValueError):
     """What a client is told in place of an answer: a sentence, an HTTP status, and OpenAI's code if it has one."""
 
     def __init__(self, message: str, status: int = 400, code: str | None = None):
+        message = message.encode(errors="backslashreplace").decode()  # a template may quote half a surrogate pair
         super().__init__(message)
         self.status = status
         kind = "invalid_request_error" if status < 500 else "server_error"

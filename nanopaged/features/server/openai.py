@@ -12,13 +12,13 @@ texts of others, and minds, has to remove them.
 """
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
 from nanopaged.features.server.answers import CHAT, COMPLETIONS, ApiError, Call
 from nanopaged.features.server.responses import RESPONSES, ResponseCall, read_response
-from nanopaged.features.server.tools import FORMATS, THINK, THINKERS, Reader, find_parser, read_tools
+from nanopaged.features.server.tools import END_THINK, FORMATS, THINK, THINKERS, Reader, find_parser, read_tools
 from nanopaged.inputs import as_list, check_choice, check_kind, check_number, refuse_unknown
 from nanopaged.options import feature
 from nanopaged.sampling_params import SamplingParams
@@ -109,14 +109,25 @@ class Serving:
         if length is None:
             self._check_size(texts)
         prompts = [self._render(body, tools)] if path == CHAT else [_read_prompt(prompt) for prompt in texts]
-        if path == CHAT and self.reasoning_parser and not params.structured_outputs:
-            thinks = prompts[0]["prompt"].rstrip().endswith(THINK)
+        if path == CHAT and self.reasoning_parser:
+            thinks = self._read_thinking(prompts[0]["prompt"].rstrip(), params)
         if length is not None:  # from the left; -1: what goes with max_tokens
             length = max(1, self.llm.max_model_len - (params.max_tokens or 1)) if length < 0 else length
             prompts = [{"prompt_token_ids": self._encode(prompt)[-length:]} for prompt in prompts]
         salt = {"cache_salt": body["cache_salt"]} if "cache_salt" in body else {}
         return make(self, path, body, [prompt | salt for prompt in prompts], params,
                     partial(Reader, kind, thinks))
+
+    def _read_thinking(self, prompt: str, params: SamplingParams) -> bool | None:
+        """Reader.thinks of the answer to this prompt. A grammar begins when the thoughts end, unless they have ended in
+        the prompt. (If the tokenizer lacks their tokens, it begins at once.)"""
+        thinks = prompt.endswith(THINK)
+        if structured := params.structured_outputs:
+            ids = [self.llm.tokenizer.tokens.get(name) for name in (THINK, END_THINK)]
+            if prompt.endswith(END_THINK) or None in ids:
+                return None
+            params.structured_outputs = replace(structured, reasoning_token_ids=ids[1:] if thinks else ids)
+        return thinks
 
     @cached_property
     def max_chars(self) -> int:

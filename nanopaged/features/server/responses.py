@@ -1,6 +1,6 @@
 """/v1/responses, OpenAI's newer path, in its plain form: a chat in other words.
 
-    {"input": "Hi", "instructions": "Be kind"}  ->  {"messages": [{"role": "system", ..}, {"role": "user", ..}]}
+    {"input": "Hi", "instructions": "Be kind"}  ->  {"messages": [{"role": "developer", ..}, {"role": "user", ..}]}
     content, thoughts and calls of tools        ->  output items "message", "reasoning" and "function_call"
 
 Nothing is stored, so a client sends the whole conversation each time.
@@ -29,11 +29,15 @@ def read_response(body: dict[str, Any]) -> dict[str, Any]:
     if stored := [name for name in STORED if body.get(name)]:
         raise ValueError(f"{stored[0]} needs what the server stores, and it stores nothing; send all messages in input")
     refuse_unknown(f"{RESPONSES} has no field", body, SAME | IGNORED | ECHOED | STORED | {"input"}, "leave it out")
+    for name in ECHOED & body.keys():
+        _check_echo(name, body[name])
     chat: dict[str, Any] = {name: body.get(name) for name in SAME} | {"max_tokens": body.get("max_output_tokens")}
-    chat["messages"] = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
+    chat["messages"] = [{"role": "developer", "content": body["instructions"]}] if body.get("instructions") else []
     check_kind("input", items := body.get("input"), (str, list), "a text or a list of items")
     for item in [{"role": "user", "content": items}] if isinstance(items, str) else items or ():
         _add_message(chat["messages"], item)
+    for message in chat["messages"]:
+        message.setdefault("content", "")
     for tool in body.get("tools", ()):
         if not isinstance(tool, dict) or tool.get("type") != "function":
             raise ValueError(f"a tool must have the type 'function', which is the only one here, not {tool!r:.80}")
@@ -48,24 +52,53 @@ def read_response(body: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in chat.items() if value is not None}
 
 
+def _check_echo(name: str, value: Any) -> None:
+    """ValueError for what Python's parser of JSON accepts, and an answer cannot have."""
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError as error:
+        raise ValueError(f"{name} comes back in the answer, so it must be JSON and Unicode, without NaN, infinite "
+                         f"numbers and halves of surrogate pairs ({error})") from None
+
+
 def _add_message(messages: list[dict], item: Any) -> None:
+    """What the model gave without a pause is one message: thoughts, a text, calls. (A second text begins another.)"""
     check_kind("an item of input", item, dict, "an object")
-    kind = item.get("type", "message")
+    kind, last = item.get("type", "message"), messages[-1] if messages else {}
+    thoughts = _read_thoughts(item.get("content") or item.get("summary") or []) if kind == "reasoning" else ""
+    if (thoughts or kind == "function_call") and last.get("role") != "assistant":
+        messages.append(last := {"role": "assistant"})
     if kind == "message":
-        role, content = item.get("role"), item.get("content")
-        if isinstance(content, list):
-            content = [{"type": "text", "text": part.get("text")} if isinstance(part, dict) and part.get("type") in (
-                "input_text", "output_text") else part for part in content]
-        messages.append({"role": "system" if role == "developer" else role, "content": content})
+        message = {"role": item.get("role"), "content": _read_content(item.get("content"))}
+        if message["role"] == last.get("role") == "assistant" and "content" not in last:
+            last |= message
+        else:
+            messages.append(message)
     elif kind == "function_call":
-        if not messages or messages[-1]["role"] != "assistant":
-            messages.append({"role": "assistant", "content": ""})
-        messages[-1].setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "function", "function": {
+        last.setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "function", "function": {
             "name": item.get("name"), "arguments": item.get("arguments")}})
     elif kind == "function_call_output":
-        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
-    elif kind != "reasoning":
-        raise ValueError(f"an item of input must be a message, function_call or function_call_output, not {kind!r:.80}")
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"),
+                         "content": _read_content(item.get("output"))})
+    elif thoughts:
+        last["reasoning_content"] = "\n".join(filter(None, (last.get("reasoning_content"), thoughts)))
+    elif kind != "reasoning":  # one without a text, encrypted for another server, says nothing
+        raise ValueError("an item of input must be a message, reasoning, function_call or function_call_output, not "
+                         f"{kind!r:.80}")
+
+
+def _read_content(content: Any) -> Any:
+    """Text, or parts in the form of chats."""
+    return [{"type": "text", "text": part.get("text")} if isinstance(part, dict) and part.get("type") in (
+        "input_text", "output_text") else part for part in content] if isinstance(content, list) else content
+
+
+def _read_thoughts(parts: Any) -> str:
+    if not isinstance(parts, list) or not all(
+            isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+        raise ValueError("a reasoning item's content, or its summary, must be a list of parts with a text, not "
+                         f"{parts!r:.80}")
+    return "\n".join(part["text"] for part in parts)
 
 
 @dataclass

@@ -17,7 +17,8 @@ from typing import Any
 import regex
 
 SPACES = r"(?<!\s)\s*+"  # from the first of them on, without backtracking: many spaces take linear time
-THINK, THINKING, THOUGHT = "<think>", r"\A\s*+<think>\s*", rf"{SPACES}</think>\s*"
+THINK, END_THINK = "<think>", "</think>"
+THINKING, THOUGHT = rf"\A\s*+{THINK}\s*", rf"{SPACES}{END_THINK}\s*"
 FORMATS = {  # name -> a part of the chat templates of its models; a call up to its JSON, with its name; a call's end
     "hermes": ("<tool_call>", rf"{SPACES}<tool_call>\s*()", r"\s*</tool_call>"),
     "mistral": ("[TOOL_CALLS]", rf"{SPACES}\[TOOL_CALLS\]\s*([\w.-]*)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*", ""),

@@ -38,10 +38,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanopaged import engine, model
+from nanopaged.device.rows import Rows
 from nanopaged.device.runner import Runner
 from nanopaged.device.sampler import SamplingNeeds
 from nanopaged.device.transfer import on_its_device
-from nanopaged.features.fused import FusedLayer, FusedLinear, SplitLinear
 from nanopaged.features.tensor_parallel.peers import Peers, SharedBuffer
 from nanopaged.features.tensor_parallel.split import find_cuts, padded_part, split_config
 from nanopaged.weights.build import build_model
@@ -50,13 +50,13 @@ LOGITS_ROWS = 256  # rows of logits that are put together at once
 FEWEST_ROWS = 1024  # of the buffers: fp8 calibration, warm-up and fused.py's split products take up to so many
 
 
-class RowParallelLinear(FusedLinear):
-    """A rank's columns of the matrix, without fused.py."""
+class RowParallel(model.Linear):
+    """For a class of linear layers: a rank's columns of the matrix. (fused.py's SplitLinear has a buffer, too.)"""
     buffer: SharedBuffer
 
     def forward(self, x: Tensor) -> Tensor:
         own = self.buffer.own(len(x), len(self.weight))
-        own.copy_(F.linear(x, self.weight, self.bias) if self.scale is None else super().forward(x))
+        own.copy_(super().forward(x))
         return self.buffer.sum(*own.shape)
 
 
@@ -88,6 +88,22 @@ def join_logits(buffer: SharedBuffer, vocab_size: int, x: Tensor, weight: Tensor
     return out
 
 
+class SentRows(Rows):
+    """Rows that remember what they have written last, for the workers."""
+    sent: tuple[list[int], list[int]]
+
+    def write(self, cells: list[int], blocks: list[int], new: list[engine.Sequence] = []) -> None:
+        self.sent = cells, blocks
+        super().write(cells, blocks, new)
+
+
+def row_parallel(linear: Any) -> Any:
+    """The class of linear layers, or a `partial` of it, with sums over all ranks."""
+    if isinstance(linear, partial):
+        return partial(row_parallel(linear.func), **linear.keywords)
+    return linear if hasattr(linear, "buffer") else type("RowParallelLinear", (RowParallel, linear), {})
+
+
 class ParallelRunner(Runner):
     """What the runners of all ranks have in common."""
 
@@ -96,7 +112,8 @@ class ParallelRunner(Runner):
         super().__init__(split_config(config, peers.size), *args)
 
     def _make_rows(self) -> Any:
-        made = super()._make_rows()
+        made: Any = super()._make_rows()
+        made.__class__ = type("SentRows", (SentRows, type(made)), {})
         rows = max(self.max_num_batched_tokens, self.max_num_samples, FEWEST_ROWS)
         width = padded_part(self.whole.vocab_size, self.peers.size)
         self.sums = [SharedBuffer(self.peers, rows * self.config.hidden_size, self.dtype) for _ in range(2)]
@@ -108,9 +125,8 @@ class ParallelRunner(Runner):
     def load(self, tensors: Iterable) -> None:
         whole, size = self.whole, self.peers.size
         config = replace(self.config, vocab_size=padded_part(whole.vocab_size, size))
-        residual_linear = SplitLinear if issubclass(self.modules.layer, FusedLayer) else RowParallelLinear
         modules = self.modules._replace(
-            embedding=VocabParallelEmbedding, residual_linear=partial(residual_linear, fp8=self.fp8),
+            embedding=VocabParallelEmbedding, residual_linear=row_parallel(self.modules.residual_linear),
             compute_logits=partial(join_logits, self.logits_buffer, whole.vocab_size))
         built: Any = build_model(config, tensors, self.dtype, self.device, self.max_model_len, modules,
                                  find_cuts(whole, self.peers.rank, size, modules))
@@ -144,13 +160,12 @@ class Driver(ParallelRunner):
         self.moves = replace(step, seqs=[], sampled=[], preempted=[])
         return super().launch(step)
 
-    def _compute(self, batch: Any, *lists_and_needs: Any) -> Any:
+    def _compute(self, batch: Any, more_tokens: list[int], needs: SamplingNeeds) -> Any:
         nobody: list[Any] = [None] * len(batch.seqs)
-        *lists, needs = lists_and_needs
-        self.workers.send((self.moves, self.rows.sent, replace(batch, seqs=nobody), *lists,
+        self.workers.send((self.moves, self.rows.sent, replace(batch, seqs=nobody), more_tokens,
                            SamplingNeeds(is_late=needs.is_late)))
         try:
-            return super()._compute(batch, *lists_and_needs)
+            return super()._compute(batch, more_tokens, needs)
         except Exception as error:
             self.workers.give_up(error)
 
@@ -179,5 +194,6 @@ class Follower(ParallelRunner):
 
 
 def on_top_of(base: type[Runner], kind: type[ParallelRunner], peers: Peers, *args: Any) -> Any:
-    """A runner of this kind that does the rest as `base`: Runner or GraphRunner."""
-    return type(kind.__name__, (kind, base if peers.can_record else Runner), {})(*args, peers=peers)
+    """A runner of this kind that does the rest as `base`, without recorded steps where the ranks cannot have them."""
+    bases = [base] if peers.can_record else [each for each in base.__mro__ if getattr(each, "lookahead", 1) == 0]
+    return type(kind.__name__, (kind, *bases), {})(*args, peers=peers)

@@ -22,10 +22,10 @@ import torch
 
 from nanopaged.api.assemble import make_runners
 from nanopaged.device.choices import pick_devices
-from nanopaged.features.swapping import swap
 from nanopaged.features.tensor_parallel.parallel import Driver, Follower, on_top_of
 from nanopaged.features.tensor_parallel.peers import Peers, join_peers
 from nanopaged.features.tensor_parallel.split import split_config
+from nanopaged.options import feature
 from nanopaged.outputs import EngineDeadError
 
 ROOT = Path(__file__).parents[3]  # where Python finds this package
@@ -192,7 +192,8 @@ def main(rank: int) -> None:
         torch.set_num_threads(max(1, torch.get_num_threads() // options.tensor_parallel_size))
         joined = join_peers(rank, options.tensor_parallel_size, device, exchange)
         (runner,), _ = make_runners(options, *given)
-        swap(runner, options.swap_space)
+        if options.swap_space:
+            feature("swapping", "swap_space").swap(runner, options.swap_space)
         while step := exchange(None):
             runner.follow(step)
     except (EOFError, ConnectionError):

@@ -1,0 +1,203 @@
+"""A mixture of experts in three launches: the choice, and two products. The addition to experts.py that a GPU runs.
+
+In a product the tokens of an expert are the columns of a tile:
+
+    token                   a    b    c
+    its experts             2 0  2 0  1 2        the best first
+    tokens of the experts   0: a b   1: c   2: a b c
+    results                 2(a) 2(b) 1(c)       times the scores; the norm that follows adds the rows up, in this order
+                            0(a) 0(b) 2(c)
+
+Nothing waits for the host, and shapes follow from the number of tokens, so a step can be recorded. The order in which
+a result is added up depends neither on the other tokens nor on their number.
+"""
+from functools import partial
+from typing import Any, Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from nanopaged import kernel, tiles
+from nanopaged.device.pool import FP8
+from nanopaged.features import fused
+from nanopaged.features.experts import Experts
+from nanopaged.optional_triton import jit, launch_options, tl
+from nanopaged.tiles import cdiv
+
+LARGEST = tl.constexpr(3e38)  # of the router's logits; padding may hold anything
+
+
+class FusedExperts(Experts):
+    """Returns partial products [n, T, D], as fused.py's `Sum` has them: of each choice, and of the shared expert."""
+    router_class = fused.SplitLinear
+
+    def forward(self, x: Tensor) -> Tensor:
+        e, whole = self.settings, self.whole
+        scales = [whole[name] for name in ("gate_up_proj.scale", "down_proj.scale") if name in whole]  # of FP8
+        out = mix_experts(x, self.router(x), whole["gate_up_proj.weight"], whole["down_proj.weight"], e["top_k"],
+                          e["normalized"], self.activation, *scales)
+        return out if self.shared is None else torch.cat([out, self.shared(x).view(-1, *x.shape)])
+
+
+def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
+    """For warmup.py. No expert has any tokens, so no weights are read."""
+    c, dtype, device = r.config, r.dtype, r.device
+    e, make = c.experts, partial(torch.empty, dtype=dtype, device=device)
+    for count in {1, fused.num_partial_products(make(2, c.hidden_size), make(e["count"], c.hidden_size))}:
+        yield partial(route_experts, make(count, 0, e["count"]), e["top_k"], e["normalized"])
+    memory = tiles.shared_memory(device)
+    counts, pairs = make(e["count"], dtype=torch.int32).zero_(), make(0, dtype=torch.int32)
+    weight, scale = make(0, dtype=FP8 if r.fp8 else dtype), (make(0, dtype=torch.float32),) * r.fp8
+    for size, act, out in ((c.hidden_size, c.activation, e["size"]), (e["size"], "", c.hidden_size)):
+        forms = {tuple(experts_form(n, e["top_k"], e["count"], act != "", weight.dtype, memory).items()): n
+                 for n in (2**i for i in reversed(range(20)))}  # the fewest tokens of each form
+        for n in forms.values():
+            routed = make(e["top_k"], n, dtype=torch.float32), counts, pairs
+            yield partial(experts_product, make(0, size), weight, *routed, make(0, out), act, *scale)
+    norm = make(c.hidden_size, dtype=torch.float32 if c.float32_norms else dtype)
+    for num_rows in (1, fused.MOST_FEW_ROWS + 1):
+        parts = make(e["top_k"] + bool(e["shared_size"]), num_rows, c.hidden_size)
+        yield partial(fused.fused_add_norm, parts, parts[0], norm, None, c.norm_eps)
+
+
+# --------------------------------------------------------------------------------------------------
+# The kernels
+# --------------------------------------------------------------------------------------------------
+
+def experts_form(num_rows: int, top_k: int, count: int, gated: bool, dtype: torch.dtype,
+                 shared_memory: int) -> dict[str, int]:
+    """Of `experts_kernel`, for num_rows tokens that choose top_k of `count` experts each: rows of a weight and columns
+    of a program, numbers of a row in a tile, and what the loop's pipeline holds. A program of few columns waits for
+    memory, and one of many for the tensor cores. (H200, Qwen3-30B-A3B's shape)"""
+    mean, is_large = num_rows * top_k / count, dtype.itemsize <= 2 and shared_memory > tiles.LARGE_SHARED_MEMORY
+    most = 128 if is_large and mean >= 128 else 64
+    columns = 8 if num_rows <= 8 else min(most, max(16, tiles.next_power_of_2(int(2 * mean))))
+    rows, tile, stages, warps = 64, 64, 2, 4
+    if is_large and columns <= 16:
+        rows, tile, stages, warps = (64, 128, 3, 4) if gated else (128, 64, 5, 8)
+    elif is_large:
+        rows, tile, stages, warps = (128, 64, 4, 8) if gated else (256, 32, 6, 8) if columns > 64 else (256, 64, 4, 8)
+    return dict(ROWS=rows, COLUMNS=columns, TILE=tile * 2 // dtype.itemsize, STAGES=stages, num_warps=warps)
+
+
+def mix_experts(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, normalized: bool, activation: str,
+                *scales: Tensor) -> Tensor:
+    """`Experts.forward` of nanopaged/features/experts.py as partial products [top_k, T, D]: a token's results, times
+    their scores. x [T, D], logits of the router [T, E] or partial products of it, gate_up [E, 2 * I, D], down [E, D,
+    I]. scales: of weights in FP8, [E, 2 * I, 1] and [E, D, 1]; what is multiplied with these is quantised, too."""
+    num_rows, (_, size, inner) = len(x), down.shape
+    hidden, out = x.new_empty(top_k * num_rows, inner), x.new_empty(top_k, num_rows, size)
+    if num_rows:
+        routed = route_experts(logits, top_k, normalized)
+        experts_product(x, gate_up, *routed, hidden, activation, *scales[:1])
+        experts_product(hidden, down, *routed, out, "", *scales[1:])
+    return out
+
+
+def route_experts(logits: Tensor, top_k: int, normalized: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Pair n * T + t is token t with its n-th expert. Returns the pairs' scores [top_k, T]; for each expert, how many
+    pairs it has, and in any order which ones: [E], [E, T]."""
+    num_rows, count = logits.shape[-2:]
+    scores = logits.new_empty(top_k, num_rows, dtype=torch.float32)
+    counts, pairs = logits.new_zeros(count, dtype=torch.int32), logits.new_empty(count, num_rows, dtype=torch.int32)
+    route_kernel[(num_rows,)](
+        logits, scores, counts, pairs, num_rows, EXPERTS=count, PADDED=tiles.next_power_of_2(count), TOP_K=top_k,
+        CHOICES=tiles.next_power_of_2(top_k), NORMALIZED=normalized, COUNT=len(logits) if logits.dim() == 3 else 1,
+        num_warps=1, **launch_options(logits.device))
+    return scores, counts, pairs
+
+
+def experts_product(x: Tensor, weight: Tensor, scores: Tensor, counts: Tensor, pairs: Tensor, out: Tensor,
+                    activation: str, scale: Tensor | None = None) -> None:
+    """Fill `out`, which has a row for each pair. With an activation: `activate` of the products, and x has a row for
+    each token. Without: the products times their scores, and x has a row for each pair."""
+    (top_k, num_rows), count = scores.shape, len(counts)
+    form = experts_form(num_rows, top_k, count, activation != "", weight.dtype, tiles.shared_memory(x.device))
+    x, x_scale = (x, x) if scale is None else fused.quantize_rows(x)
+    # An expert has at most num_rows pairs, and all together have top_k * num_rows.
+    num_tiles = min(top_k * num_rows, count) + (num_rows > form["COLUMNS"]) * top_k * num_rows // form["COLUMNS"]
+    experts_kernel[(cdiv(out.shape[-1], form["ROWS"]), num_tiles)](
+        x, x_scale, weight, x if scale is None else scale, scores, out, counts, pairs, num_rows, OUT=out.shape[-1],
+        SIZE=x.shape[1], EXPERTS=count, PADDED=tiles.next_power_of_2(count), ACTIVATION=activation, **form,
+        **launch_options(x.device))
+
+
+@jit
+def route_kernel(logits, scores, counts, pairs, num_rows, EXPERTS: tl.constexpr, PADDED: tl.constexpr,
+                 TOP_K: tl.constexpr, CHOICES: tl.constexpr, NORMALIZED: tl.constexpr, COUNT: tl.constexpr,
+                 PDL: tl.constexpr):
+    """Grid (token,). `Experts.choose`, and the token's pairs are added to those of its experts. Padding may hold
+    anything. Its tokens get different experts all the same, so that no expert has more pairs than there are tokens."""
+    token, expert, n = tl.program_id(0), tl.arange(0, PADDED), tl.arange(0, CHOICES)
+    kernel.wait_for_previous_kernel(PDL)
+    x = tl.zeros([PADDED], tl.float32)
+    for part in tl.static_range(COUNT):
+        at = logits + (part * num_rows + token).to(tl.int64) * EXPERTS + expert
+        x += tl.load(at, mask=expert < EXPERTS, other=0.0).to(tl.float32)
+    x = tl.where(x == x, tl.minimum(tl.maximum(x, -LARGEST), LARGEST), -LARGEST)
+    x = tl.where(expert < EXPERTS, x, -float("inf"))
+    largest, score, chosen = tl.max(x, 0), tl.zeros([CHOICES], tl.float32), tl.zeros([CHOICES], tl.int32)
+    total = tl.sum(tl.exp(x - largest), 0)
+    for i in tl.static_range(TOP_K):
+        best, at = tl.max(x, 0, return_indices=True)
+        score, chosen = tl.where(n == i, tl.exp(best - largest), score), tl.where(n == i, at, chosen)
+        x = tl.where(expert == at, -float("inf"), x)
+    if NORMALIZED:
+        total = tl.sum(score, 0)
+    exists, pair = n < TOP_K, n * num_rows + token
+    tl.store(scores + pair, score / total, mask=exists)
+    place = tl.atomic_add(counts + chosen, 1, mask=exists, sem="relaxed")
+    tl.store(pairs + chosen * num_rows + place, pair, mask=exists)
+
+
+@jit
+def experts_kernel(x, x_scale, weight, scale, scores, out, counts, pairs, num_rows, OUT: tl.constexpr,
+                   SIZE: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
+                   COLUMNS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, ACTIVATION: tl.constexpr,
+                   PDL: tl.constexpr):
+    """Grid (ROWS rows of a weight, COLUMNS pairs of one expert); programs behind the last pair end at once. With an
+    activation it is the first product: a pair's x is its token's, the weight's first half is the gate. The second one
+    has a row of x for each pair, and multiplies by scores. Rows and columns that do not exist load others', and are
+    not stored."""
+    expert, tile = tl.arange(0, PADDED), tl.program_id(1)
+    FIRST: tl.constexpr = ACTIVATION != ""
+    kernel.wait_for_previous_kernel(PDL)
+    count = tl.load(counts + expert, mask=expert < EXPERTS, other=0)
+    # 2, 0 and 5 pairs, COLUMNS 4: experts end with tiles 1 1 3. Tile 2 is expert 2's, whose tile 2 - 3 + 2 = 1 it is.
+    end_tile = tl.cumsum(tl.cdiv(count, COLUMNS), 0)
+    at = tl.sum((end_tile <= tile).to(tl.int32), 0)  # the expert of this tile
+    if at >= EXPERTS:
+        return
+    count = tl.sum(tl.where(expert == at, count, 0), 0)
+    tile = tile - tl.sum(tl.where(expert == at, end_tile, 0), 0) + tl.cdiv(count, COLUMNS)
+    column, i = tile * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, TILE)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    pair = tl.load(pairs + at * num_rows + column, mask=column < count, other=0)
+    source = pair % num_rows if FIRST else pair
+    x_at = x + source.to(tl.int64)[None, :] * SIZE + i[:, None]
+    weight_row = at.to(tl.int64) * (2 * OUT if FIRST else OUT) + tl.minimum(row, OUT - 1)
+    gate_at = weight + weight_row[:, None] * SIZE + i[None, :]
+    sums, up_sums = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
+    for k in tl.range(0, SIZE, TILE, num_stages=STAGES):
+        factors = _load_part(x_at + k, k + i[:, None], SIZE, TILE)
+        sums = tl.dot(_load_part(gate_at + k, k + i[None, :], SIZE, TILE), factors, sums, input_precision="ieee")
+        if FIRST:
+            up = _load_part(gate_at + OUT * SIZE + k, k + i[None, :], SIZE, TILE)
+            up_sums = tl.dot(up, factors, up_sums, input_precision="ieee")
+    if weight.dtype.element_ty == tl.float8e4nv:
+        of_column = tl.load(x_scale + source)[None, :]
+        sums = sums * of_column * tl.load(scale + weight_row)[:, None]
+        if FIRST:
+            up_sums = up_sums * of_column * tl.load(scale + weight_row + OUT)[:, None]
+    if FIRST:
+        y = fused.activate_tile(sums.to(out.dtype.element_ty), up_sums.to(out.dtype.element_ty), True, ACTIVATION)
+    else:
+        y = (sums * tl.load(scores + pair)[None, :]).to(out.dtype.element_ty)
+    out_at = out + pair.to(tl.int64)[None, :] * OUT + row[:, None]
+    tl.store(out_at, y, mask=(row < OUT)[:, None] & (column < count)[None, :])
+
+
+@jit
+def _load_part(at, i, SIZE: tl.constexpr, TILE: tl.constexpr):
+    """A tile along the inner dimension; the last one may be longer than that."""
+    return tl.load(at) if SIZE % TILE == 0 else tl.load(at, mask=i < SIZE, other=0.0)
