@@ -274,6 +274,17 @@ def test_a_long_text_does_not_push_out_the_windows_of_others():
     assert tokens(model, prompt) == 28
 
 
+def test_a_long_answer_does_not_push_out_the_windows_of_its_prompt():
+    """Nor when all free blocks can be found: the same prompt goes on from the prompt's end, whatever came after it."""
+    model, prompt = fake(num_blocks=40, windows=[6, 6]), list(range(30))
+    manager = model.scheduler.block_manager
+    for i in range(4):
+        tokens(model, [100 + i] * 40, max_new=1)
+    assert len(manager.key_of_block) == 40
+    tokens(model, prompt, max_new=30)
+    assert tokens(model, prompt) == 28
+
+
 def test_a_block_whose_last_token_was_pending_when_it_was_given_back():
     """With a lookahead a block may leave a window of one token before its last token is known."""
     model = fake(windows=[1], lookahead=1)

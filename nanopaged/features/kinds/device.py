@@ -263,10 +263,15 @@ def make_manager(options: Any, runner: Any, num_blocks: int) -> tuple[Kinds, int
     most_tokens, wanted = options.max_num_batched_tokens, runner.max_model_len
     while longest_text(num_blocks, size, windows, most_tokens) < wanted and most_tokens > FEWEST_TOKENS:
         most_tokens //= 2  # the blocks of a step's tokens have to fit beside a window, in each group
+    longest = longest_text(num_blocks, size, windows, most_tokens)
+    if options.max_model_len and longest < options.max_model_len:
+        raise ValueError(f"max_model_len {options.max_model_len} is more than the {longest} tokens of a text that fit "
+                         f"into the pool, {num_blocks} blocks of {size} tokens for {len(windows)} groups of layers; "
+                         "lower it or give the pool more memory")
     manager = Kinds(num_blocks, size, options.enable_prefix_caching)
     manager.kinds = {f"group {number}": Group(manager, f"group {number}", window, most_tokens)
                      for number, window in enumerate(windows) if number}
-    return manager, most_tokens, longest_text(num_blocks, size, windows, most_tokens)
+    return manager, most_tokens, longest
 
 
 def longest_text(num_blocks: int, block_size: int, windows: list[int], most_tokens: int) -> int:
