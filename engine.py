@@ -45,7 +45,8 @@ def cdiv(a: int, b: int) -> int:
 
 
 class Order(NamedTuple):
-    """A sequence's place in all queues: unique, and smaller is served first."""
+    """A sequence's place in all queues: unique, and smaller is served first. Queues find a sequence by its order, so a
+    queued or running sequence keeps the one that it has (shortest job first: set the order before `Scheduler.add`)."""
     priority: int
     arrival: int  # of its request
     number: int  # in its request
@@ -65,14 +66,13 @@ class Sequence:
     moves num_computed_tokens on, and counts the token that the step samples as pending; `update` appends it. A prompt
     of tokens 0 to 9 in blocks of 4, whose first block the prefix cache has:
 
-        | 0  1  2  3 | 4  5  6  7 | 8  9  10 ..    num_computed_tokens   num_tokens (pending)   num_cached_blocks
+        | 0  1  2  3 | 4  5  6  7 | 8  9  10 ..    num_computed_tokens   num_tokens (pending)   num_keyed_blocks
         admitted                                   4                     10 (0)                 1
         4 to 9 are scheduled                       10                    11 (1)                 2
         token 10 is appended                       10                    11 (0)                 2
         token 10 is scheduled                      11                    12 (1)                 2
 
-    num_hit_tokens stays 4: the K and V of these tokens were found, and are not written again. prefix_key stands for the
-    tokens of the num_cached_blocks first blocks, and root for no token (see BlockManager).
+    num_found_tokens stays 4: the K and V of these tokens were found, and are not written again.
     """
     token_ids: list[int]  # prompt and generated tokens
     order: Order
@@ -84,14 +84,17 @@ class Sequence:
     finish_reason: str | None = None
     stop_reason: int | str | None = None  # the stop token or stop string that ended it, or what went wrong
     num_prompt_tokens: int = 0
+    num_cached_tokens: int | None = None  # prompt tokens found at its first admission, for the caller; None: none yet
+    # For the scheduler:
     num_pending_tokens: int = 0  # tokens that scheduled steps sample, not known yet
     num_computed_tokens: int = 0  # whose K and V are in the KV cache (while SWAPPED: on the host) after these steps
-    num_hit_tokens: int = 0  # found at its last admission
-    num_cached_tokens: int | None = None  # prompt tokens found at its first admission; None: never admitted
-    block_table: list[int] = field(default_factory=list)  # only the BlockManager changes it
-    num_cached_blocks: int = 0  # leading blocks that were looked up in the prefix cache, or offered to it
-    prefix_key: int | str = ROOT  # of the tokens in those blocks
-    root: int | str = ROOT  # with a cache_salt, which only requests with the same one share
+    # For the BlockManager, which alone changes these. The runner reads the first two:
+    block_table: list[int] = field(default_factory=list)
+    num_found_tokens: int = 0  # at its last admission: their K and V were there
+    num_keyed_blocks: int = 0  # leading blocks that were looked up in the prefix cache, or offered to it
+    prefix_key: int | str = ROOT  # stands for the tokens in those blocks
+    root: int | str = ROOT  # the key of no tokens; with a cache_salt another one, which requests with that salt share
+    # For the runner:
     row: int = -1  # its batch row in the runner's tensors while it runs
     num_sent_blocks: int = -1  # leading entries of its block table that the runner has; -1: the sequence is new there
     finds_prefix: ClassVar[bool] = True  # False: the logits of all prompt tokens are wanted (logprobs.py)
@@ -155,8 +158,8 @@ class PrefixHit(NamedTuple):
     """The leading tokens of a sequence whose K and V the pool has, or will have before the sequence attends."""
     blocks: list[int]
     num_tokens: int
-    prefix_key: int | str  # of the first num_cached_blocks of these blocks
-    num_cached_blocks: int
+    prefix_key: int | str  # of the first num_keyed_blocks of these blocks
+    num_keyed_blocks: int
 
 
 class BlockManager:
@@ -166,7 +169,7 @@ class BlockManager:
         tokens       abcd efg. .... efxy z... ....
         ref_count      2    1    0    1    1    0           free queue: 2, 5
         A's table    [ 0 ,  1 ]                             A: abcdefg      num_computed_tokens 7
-        B's table    [ 0 ,            3 ,  4 ]              B: abcdefxyz    num_computed_tokens 9, num_hit_tokens 4
+        B's table    [ 0 ,            3 ,  4 ]              B: abcdefxyz    num_computed_tokens 9, num_found_tokens 4
 
     After every step each block is free (ref_count 0, once in the queue) or held (ref_count = number of block tables
     that list it). Before a sequence writes into a block that others hold, it copies the block. A block taken for new
@@ -187,11 +190,16 @@ class BlockManager:
     is not full. A sequence that writes into a block that others hold gets a copy. The last holder keeps the original:
 
         A's table [ 0 , 1 ]   B's [ 0 , 1 ]       A writes:   [ 0 , 7 ]   [ 0 , 1 ]       B writes into block 1
+
+    A sample that starts late may share a block that another one has filled. With the prompt abcdef:
+
+        A fills block 1 with efgh     A's table [ 0 , 1 ]                     the prefix cache finds it by (1, efgh)
+        B starts, and shares ef       A's table [ 0 , 1 ]   B's [ 0 , 1 ]     B's text is abcdef
+        A ends, B goes on with xy                           B's [ 0 , 1 ]     block 1: efxy, so (1, efgh) is evicted
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
-        self.num_blocks, self.block_size = num_blocks, block_size
-        self.enable_prefix_caching = enable_prefix_caching
+        self.num_blocks, self.block_size, self.enable_prefix_caching = num_blocks, block_size, enable_prefix_caching
         self.ref_counts = [0] * num_blocks
         self.free_queue: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # least recently used first
         self.prefix_cache: dict[tuple, tuple[int, int]] = {}  # (prefix key before, tokens) -> (block, prefix key)
@@ -216,29 +224,34 @@ class BlockManager:
     # ---- while a sequence runs
 
     def allocate(self, seq: Sequence, end: int) -> bool:
-        """Extend the block table to cover the text's first `end` tokens; False, taking none, if too few blocks are
-        free. The first token to write may lie in the last block that the table has: that block must be writable."""
-        table = seq.block_table
-        write_from = max(seq.num_computed_tokens, seq.num_hit_tokens)  # tokens that were found have K and V
-        index = write_from // self.block_size
-        has_block = write_from < end and index < len(table)  # the table has the block of the first token to write
-        must_copy = has_block and self.ref_counts[table[index]] > 1
-        num_missing = max(0, cdiv(end, self.block_size) - len(table))
-        if num_missing + must_copy > len(self.free_queue):
+        """Extend the block table to cover the text's first `end` tokens, and make the block that is written first the
+        sequence's own. False, and nothing done, if too few blocks are free."""
+        table, size = seq.block_table, self.block_size
+        start = max(seq.num_computed_tokens, seq.num_found_tokens)  # of the tokens to write: found ones have K and V
+        index = start // size if start < end else len(table)
+        block = table[index] if index < len(table) else None  # where it is written; None: in a new block, or nowhere
+        must_copy = block is not None and self.ref_counts[block] > 1
+        num_new = max(0, cdiv(end, size) - len(table))
+        if num_new + must_copy > len(self.free_queue):
             return False
-        if must_copy:  # others hold it (copy-on-write)
-            block, table[index] = table[index], self._pop_free_block()
-            self.step.copies.append((block, table[index]))
-            self._decref(block)
-            seq.num_sent_blocks = min(seq.num_sent_blocks, index)  # the runner is sent the table from here on again
-        elif has_block and table[index] in self.key_of_block:
-            # Sample A filled it with efgh and offered it, B shared ef, A ended, B goes on with xy (see samples.py).
-            self.evict(table[index])
-        if num_missing:
-            table += [self._pop_free_block() for _ in range(num_missing)]
+        if must_copy or block in self.key_of_block:
+            self._make_own(seq, index)
+        if num_new:
+            table += [self._pop_free_block() for _ in range(num_new)]
         return True
 
     extend = allocate  # without giving blocks back, which an `allocate` with windows does; for drafts
+
+    def _make_own(self, seq: Sequence, index: int) -> None:
+        """Let nobody else read what the sequence will write into this block of its table."""
+        block = seq.block_table[index]
+        if self.ref_counts[block] > 1:  # others hold it
+            seq.block_table[index] = copy = self._pop_free_block()
+            self.step.copies.append((block, copy))
+            self._decref(block)
+            seq.num_sent_blocks = min(seq.num_sent_blocks, index)  # the runner is sent the table from here on again
+        else:  # others might find it
+            self.evict(block)
 
     def cache_full_blocks(self, seq: Sequence) -> None:
         """Offer for sharing the blocks that the scheduled step fills. Their K and V are not computed yet. But a layer
@@ -247,25 +260,25 @@ class BlockManager:
             return
         # With a lookahead the last computed token may be pending. It has no id, so the block that it fills waits.
         size, num_known = self.block_size, min(seq.num_computed_tokens, len(seq.token_ids))
-        for index in range(seq.num_cached_blocks, num_known // size):
+        for index in range(seq.num_keyed_blocks, num_known // size):
             key = (seq.prefix_key, tuple(seq.token_ids[index * size:(index + 1) * size]))
-            if key not in self.prefix_cache:
-                block = seq.block_table[index]
-                self.evict(block)  # a sample's may have a key that nothing finds any more (samples.py)
-                self.prefix_cache[key] = block, next(self.prefix_keys)
-                self.key_of_block[block] = key
-                self.step.cached.append(block)
-            # else: the cache has a block for this key. If that is another block, this sequence's block is not shared.
+            if key not in self.prefix_cache:  # else it finds this block or another one with the same tokens
+                self._offer(seq.block_table[index], key)
             seq.prefix_key = self.prefix_cache[key][1]
-            seq.num_cached_blocks = index + 1
+            seq.num_keyed_blocks = index + 1
+
+    def _offer(self, block: int, key: tuple) -> None:
+        """Let the prefix cache find the block by this key, which is its only one."""
+        self.evict(block)  # a block that samples share may have a key that nothing finds any more (samples.py)
+        self.prefix_cache[key], self.key_of_block[block] = (block, next(self.prefix_keys)), key
+        self.step.cached.append(block)
 
     def free(self, seq: Sequence) -> None:
         """Free the blocks, the last one first."""
         for block in reversed(seq.block_table):
             self._decref(block)
         seq.block_table, seq.prefix_key = [], seq.root  # a new list: edits.py and cascade.py compare its identity
-        seq.num_computed_tokens = seq.num_cached_blocks = 0
-        seq.num_sent_blocks = -1
+        seq.num_computed_tokens, seq.num_keyed_blocks, seq.num_sent_blocks = 0, 0, -1
 
     def preempt(self, seq: Sequence) -> Status:
         """Take the sequence's blocks; its new status. Tokens that are not cached are computed again (recompute)."""
@@ -297,11 +310,10 @@ class BlockManager:
         for block in hit.blocks:
             self._incref(block)
         # Even if every token is cached, the last one is computed again for its logits. Its K and V are not written.
-        seq.num_hit_tokens, seq.num_computed_tokens = hit.num_tokens, min(hit.num_tokens, seq.num_tokens - 1)
+        seq.num_found_tokens, seq.num_computed_tokens = hit.num_tokens, min(hit.num_tokens, seq.num_tokens - 1)
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = min(hit.num_tokens, seq.num_prompt_tokens)
-        seq.block_table = list(hit.blocks)
-        seq.num_cached_blocks, seq.prefix_key = hit.num_cached_blocks, hit.prefix_key
+        seq.block_table, seq.num_keyed_blocks, seq.prefix_key = [*hit.blocks], hit.num_keyed_blocks, hit.prefix_key
 
     def find_prefix(self, seq: Sequence) -> PrefixHit:
         """The longest beginning that the prefix cache has."""
@@ -390,19 +402,13 @@ class Scheduler:
         step.budget = self.max_num_batched_tokens
         num_served, may_admit = 0, True
         while step.budget > 0:
-            if may_admit and self.waiting and (num_served == len(self.running)
-                                               or self.waiting[0].order < self.running[num_served].order):
+            seq = None if num_served == len(self.running) else self.running[num_served]
+            if may_admit and self.waiting and (seq is None or self.waiting[0].order < seq.order):
                 may_admit = self._admit(num_served, step)  # then the admitted sequence is running[num_served]
-                continue
-            if num_served == len(self.running):
-                break
-            seq = self.running[num_served]
-            num_tokens = min(seq.num_new_tokens, step.budget)
-            if num_tokens > 0:
-                if not self._make_room(seq, num_tokens, step):
-                    break  # the sequence was the last running one, and was preempted; no waiting one may overtake it
-                self._compute(seq, num_tokens, step)
-            num_served += 1
+            elif seq is not None and self._serve(seq, step):
+                num_served += 1
+            else:
+                break  # all are served, or seq was preempted
         step.num_held_blocks = self.block_manager.num_blocks - self.block_manager.num_free_blocks
         return step
 
@@ -427,17 +433,20 @@ class Scheduler:
         seq.status, seq.row = Status.RUNNING, self.free_rows.pop()
         insort(self.running, seq, key=by_order)
 
-    def _make_room(self, seq: Sequence, num_tokens: int, step: SchedulerOutput) -> bool:
-        """Allocate blocks for a sequence's next tokens, preempting later sequences. False if all later ones were not
-        enough, so that the sequence itself was preempted."""
-        while not self.block_manager.allocate(seq, seq.num_computed_tokens + num_tokens):
-            if self._preempt(step) is seq:
-                return False
+    def _serve(self, seq: Sequence, step: SchedulerOutput) -> bool:
+        """Let the step compute the sequence's next tokens, within its budget, and preempt later ones for their blocks.
+        False: these were too few. The sequence itself was preempted, and no waiting one may overtake it."""
+        num_tokens = min(seq.num_new_tokens, step.budget)
+        if num_tokens > 0:
+            while not self.block_manager.allocate(seq, seq.num_computed_tokens + num_tokens):
+                if self._preempt(step) is seq:
+                    return False
+            self._compute(seq, num_tokens, step)
         return True
 
     def _preempt(self, step: SchedulerOutput) -> Sequence:
         """Take the blocks and the row of the last running sequence, whose text is kept. It has no tokens in this step:
-        `_admit` spares running[:num_served], and `_make_room` stops when it has preempted the one that lacks room."""
+        `_admit` spares running[:num_served], and `_serve` stops when it has preempted the one that lacks room."""
         seq = self.running[-1]
         seq.status = self.block_manager.preempt(seq)
         self._remove(seq)
@@ -453,7 +462,7 @@ class Scheduler:
         seq.num_computed_tokens += num_tokens
         if seq.num_computed_tokens == seq.num_tokens:  # caught up: the step samples the next token
             step.sampled.append(seq)
-            step.positions.append(seq.num_tokens)
+            step.positions.append(seq.num_computed_tokens)
             seq.num_pending_tokens += 1
         self.block_manager.cache_full_blocks(seq)
 
@@ -505,9 +514,13 @@ class Scheduler:
 
 
 class Engine:
-    """The step loop. runner.launch(step) starts a step on the device and returns a function, which waits for the step
-    and gives a Sampled. With a lookahead of 0 (no recorded steps) `step` plans a step, launches it, reads it, and
-    appends its tokens.
+    """The step loop. Without a lookahead a call of `step` does this (`launch` the first half, `update` the second):
+
+        step = scheduler.schedule()                 plan
+        read = runner.launch(step)                  the device begins
+        sampled = read()                            wait for the device
+        appended = scheduler.update(step, sampled)  append the tokens
+        updates.append((step, sampled, appended))   tell the caller
 
     **Lookahead.** A GPU is idle while the host plans, unless the next step is launched before the tokens of this one
     are read. With a lookahead of 1 (vLLM: async scheduling; SGLang: overlap scheduling):
@@ -526,13 +539,13 @@ class Engine:
         self.updates: deque[tuple] = deque()  # for the caller: (step, Sampled, the result of Scheduler.update)
 
     def step(self) -> bool:
-        """Launch a step, and read as many as must be read before the next one is planned. False: nothing was launched
-        or read, because no sequence can compute a token now."""
+        """Launch a step, and read what must be read before the next one. False: no sequence can compute a token now."""
+        has_read = self.must_read
         while self.must_read:  # the last call ended before it had read them: Ctrl-C, or an error
             self.update()
         if not self.launch():
             if not self.launched:
-                return False
+                return has_read
             self.update()  # its tokens may let sequences go on
         while self.must_read:
             self.update()

@@ -42,8 +42,8 @@ A prompt may therefore come in any chunks. Decode is a chunk of one token, which
         decode; prefill           one new token; many
         splits of a context       skip it at first: a long context in parts that are computed at the same time
 
-The kernels that make other work of a step faster belong to features (nanopaged/features: fused.py, experts.py, fp8.py,
-pick.py), and so do two other forms of attention (hopper.py, cascade.py).
+Other kernels belong to features, in nanopaged/features: fused.py, fused_experts.py, fp8.py, pick.py, and two other
+forms of attention, hopper.py and cascade.py.
 """
 import math
 from collections import namedtuple
@@ -370,8 +370,8 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: T
 def launch_prefill(launch: Launch, query_tiles: Tensor) -> None:
     """Attention of the sequences with two or more new tokens."""
     out, inputs, scales, strides, constants = launch
-    q, num_programs = inputs[0], len(query_tiles) * constants["KV_HEADS"]
-    paged_attention_kernel[(num_programs,)](
+    q = inputs[0]
+    paged_attention_kernel[(len(query_tiles) * constants["KV_HEADS"],)](
         out, out, out, *inputs, query_tiles, *scales, 1, *strides, PREFILL=True, ONE_PROGRAM=True, ONE_SPLIT=False,
         **constants, **tiles.prefill_config(constants["GROUP"], q.shape[2], q.dtype, q.device),
         **launch_options(q.device))
@@ -385,8 +385,8 @@ def launch_decode(launch: Launch, num_decodes: int, max_seq_len: int) -> None:
     sharing = programs_per_context(num_contexts, num_splits)
     config = tiles.decode_config(num_contexts, sharing, constants["GROUP"], q.shape[2], q.dtype, k_cache.dtype,
                                  q.device)
-    # A launch needs tensors that it does not use: out stands in for the sums of splits if one program has a whole
-    # context, and seq_lens for prefill's work list.
+    # Stand-ins for tensors that are not used: out for the sums of splits, if one program has a whole context; seq_lens
+    # for prefill's work list.
     sums = (out, out) if sharing == 1 else empty_sums(q, num_decodes, num_splits)
     paged_attention_kernel[(num_contexts, sharing)](
         out, *sums, *inputs, seq_lens, *scales, num_splits, *strides, PREFILL=False, ONE_PROGRAM=sharing == 1,

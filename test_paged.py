@@ -340,8 +340,8 @@ def test_the_cursors_of_a_sequence():
 
     def note():
         seen.append([str(seq.num_computed_tokens), f"{seq.num_tokens} ({seq.num_pending_tokens})",
-                     str(seq.num_cached_blocks)])
-        assert seq.num_hit_tokens == 4 and seq.root == engine.ROOT and seq.prefix_key == seq.num_cached_blocks
+                     str(seq.num_keyed_blocks)])
+        assert seq.num_found_tokens == 4 and seq.root == engine.ROOT and seq.prefix_key == seq.num_keyed_blocks
 
     assert scheduler.block_manager.admit(seq)
     note()

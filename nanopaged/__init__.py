@@ -4,11 +4,8 @@
 
 Importing this costs nothing: what a name stands for is loaded when the name is first used.
 """
-import os
 import sys
-import time
 import warnings
-from contextlib import suppress
 from importlib import import_module, util
 from pathlib import Path
 from types import ModuleType
@@ -38,30 +35,6 @@ _HOME = {"LLM": "nanopaged.api.llm", "SamplingParams": "nanopaged.sampling_param
          "CompletionOutput": "nanopaged.outputs"}
 _CHAPTERS = ("kernel", "model", "engine")  # the files beside this package
 __all__ = list(_HOME)
-
-# On a CPU torch computes with OpenMP threads, and between two operations a thread waits in a loop before it sleeps.
-# libgomp's default is 300,000 rounds. On x86 a round takes about 30 ns, so a thread keeps its core for 8 ms. Where no
-# other program computes, that is fastest. Beside another program the threads keep each other from computing. These
-# rounds take 30 us, as long as the gap between two operations of a step. libgomp reads the variable when torch is
-# imported. On ARM a round takes about 1 ns.
-SPIN_ROUNDS = 1000
-
-
-def _is_shared() -> bool:
-    """Whether other programs compute on cores that torch's threads would take, in each of three looks."""
-    for _ in range(3):
-        num_running = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0]) - 1  # without this program
-        if num_running <= (os.cpu_count() or 1) - len(os.sched_getaffinity(0)):
-            return False
-        time.sleep(0.005)
-    return True
-
-
-if ("torch" not in sys.modules and sys.platform == "linux" and os.uname().machine == "x86_64"
-        and os.environ.keys().isdisjoint(("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_NUM_THREADS"))):
-    with suppress(OSError, ValueError, IndexError):  # a system without /proc
-        if _is_shared():
-            os.environ["GOMP_SPINCOUNT"] = str(SPIN_ROUNDS)
 
 
 def __dir__() -> list[str]:

@@ -2,12 +2,12 @@
 raises ValueError, in one sentence."""
 import copy
 from collections.abc import Callable, Iterable
-from dataclasses import MISSING, fields
 from numbers import Integral, Real
 from types import NoneType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanopaged.inputs import MOST_TOKENS, always, between, check_fields, check_number, checked, refuse_unknown, settings
+from nanopaged.options import feature
 
 SMALLEST_TEMPERATURE = 1e-5  # sampling is greedy below this temperature: dividing by a smaller one would overflow
 # The factors of two hashes: SplitMix64's (Steele et al. 2014), and lowbias32's (Wellons 2018).
@@ -21,46 +21,35 @@ TOKENS = list, tuple, set, frozenset
 BIAS = "a dict from token ids to numbers"
 # The entries of a generation_config.json that are read, and the settings that they give.
 GENERATION_KEYS = {key: key for key in ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")} | {
-    "max_new_tokens": "max_tokens"}
+    "max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "stop_strings": "stop"}
+OTHER_KEYS = "do_sample", "suppress_tokens", "bad_words_ids"
+# Entries that would change texts and are not read, with the values that ask for nothing (besides null).
+UNREAD_KEYS: dict[str, Any] = dict(
+    max_length=20, min_length=0, max_time=0, num_beams=1, num_beam_groups=1, num_return_sequences=1,
+    no_repeat_ngram_size=0, encoder_no_repeat_ngram_size=0, encoder_repetition_penalty=1, diversity_penalty=0,
+    penalty_alpha=0, typical_p=1, top_h=0, epsilon_cutoff=0, eta_cutoff=0, guidance_scale=1, token_healing=False,
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "begin_suppress_tokens", "sequence_bias",
+                     "exponential_decay_length_penalty", "force_words_ids", "constraints", "dola_layers",
+                     "watermarking_config"), []))
 
 
-def _are_texts(texts: Iterable[Any]) -> bool:
+if TYPE_CHECKING:
+    from nanopaged.features.beam import BeamSearchParams as BeamSearchParams
+    from nanopaged.features.structured import StructuredOutputsParams as StructuredOutputsParams
+else:
+    def __getattr__(name: str) -> Any:
+        """vLLM's names that features have: loaded when they are first used."""
+        if name not in (homes := {"BeamSearchParams": "beam", "StructuredOutputsParams": "structured"}):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(feature(homes[name], name), name)
+
+
+def are_texts(texts: Iterable[Any]) -> bool:
     return all(isinstance(text, str) and text for text in texts)
 
 
-@settings
-class StructuredOutputsParams:
-    """What a text must fit; exactly one is given. The names are vLLM's; nanopaged/features/grammar.py enforces it.
-
-    json: a JSON schema, as a dict or as text. The text is compact JSON, its properties in the schema's order
-    regex: a regular expression for the whole text (Rust's syntax, without look-around and back-references)
-    choice: texts, one of which is generated
-    grammar: a context-free grammar, in GBNF (with ::=) or Lark's syntax
-    json_object: True: any JSON object
-    disable_additional_properties: an object with `properties` has no others, as in xgrammar, unless the schema gives
-        additionalProperties. False: it may have others, as JSON Schema says. A schema with allOf stays open: its parts
-        are parts of one object
-    reasoning_token_ids: the token that ends the reasoning in front of the text, or the one that begins it and the one
-        that ends it. With one, the text begins within the reasoning. With two it may begin with the first, or fit at
-        once. (The server sets it with --reasoning-parser.)
-    """
-    json: str | dict | None = checked(None, (str, dict), always, "a JSON schema, as a dict or as text")
-    regex: str | None = checked(None, str, always, "a string")
-    choice: list[str] | None = checked(None, (list, tuple), lambda x: x and _are_texts(x),
-                                       "a list of strings that are not empty")
-    grammar: str | None = checked(None, str, always, "a string")
-    json_object: bool | None = checked(None, bool, always, "True")
-    disable_additional_properties: bool = checked(True, *FLAG)
-    reasoning_token_ids: list[int] | None = checked(None, (list, tuple), lambda x: len(x) in (1, 2) and all(
-        isinstance(token, Integral) and token >= 0 for token in x), "a list of one or two token ids")
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        *structures, _, _ = fields(self)
-        given = [each.name for each in structures if getattr(self, each.name) not in (None, False)]
-        if len(given) != 1:
-            raise ValueError("structured outputs are one of json, regex, choice, grammar and json_object, not "
-                             f"{', '.join(given) or 'none of them'}")
+def _are_words(words: Iterable[Any]) -> bool:
+    return all(isinstance(word, (str, list)) and word for word in words)
 
 
 @settings
@@ -93,7 +82,7 @@ class SamplingParams:
     logit_bias: token id -> number added to the token's logit, clamped to [-LARGEST_BIAS, LARGEST_BIAS]; ids may be
         strings, as in JSON
     allowed_token_ids: only these tokens are sampled
-    bad_words: texts that are never generated: the token that would complete one is not sampled
+    bad_words: texts, or lists of token ids, that are never generated: the token that would complete one is not sampled
     structured_outputs: what the text must fit, a StructuredOutputsParams or a dict of its fields. The mask is applied
         last. A complete text ends, whatever ignore_eos says
     logits_processors: functions (generated token ids, logits [vocab_size] float32) -> logits, applied one after another
@@ -109,7 +98,7 @@ class SamplingParams:
     min_p: float = checked(0.0, *between(Real, 0, 1))
     seed: int | None = checked(None, Integral, lambda x: -2**63 <= x < 2**63, "an integer of at most 64 bits")
     stop: str | list[str] | None = checked(
-        None, (str, list, tuple), lambda x: x if isinstance(x, str) else _are_texts(x),
+        None, (str, list, tuple), lambda x: x if isinstance(x, str) else are_texts(x),
         "a string that is not empty, or a list of them")
     stop_token_ids: list[int] | None = checked(None, TOKENS, always, "a list of token ids")
     ignore_eos: bool = checked(False, *FLAG)
@@ -122,17 +111,16 @@ class SamplingParams:
     include_stop_str_in_output: bool = checked(False, *FLAG)
     logit_bias: dict[int, float] | None = checked(None, dict, always, BIAS)
     allowed_token_ids: list[int] | None = checked(None, TOKENS, len, "a list of at least one token id")
-    bad_words: list[str] | None = checked(None, (list, tuple), _are_texts, "a list of strings that are not empty")
+    bad_words: list[str | list[int]] | None = checked(
+        None, (list, tuple), _are_words, "a list of strings that are not empty, or of lists of token ids")
     logits_processors: list[Callable] | None = checked(None, (list, tuple), lambda x: all(map(callable, x)),
                                                        "a list of functions (token_ids, logits) -> logits")
-    structured_outputs: StructuredOutputsParams | None = checked(None, StructuredOutputsParams, always,
-                                                                 "StructuredOutputsParams, or a dict of its fields")
+    structured_outputs: "StructuredOutputsParams | None" = None
 
     def __post_init__(self) -> None:
-        if isinstance(given := self.structured_outputs, dict):
-            refuse_unknown("structured_outputs has no field", given, StructuredOutputsParams.__dataclass_fields__)
-            self.structured_outputs = StructuredOutputsParams(**given)
         check_fields(self)
+        if self.structured_outputs is not None:
+            self.structured_outputs = feature("structured", "structured_outputs").read(self.structured_outputs)
         if self.max_tokens is not None:
             check_number("min_tokens", self.min_tokens, Integral, lambda x: x <= self.max_tokens,
                          f"at most max_tokens {self.max_tokens}")
@@ -141,8 +129,12 @@ class SamplingParams:
                 setattr(self, name, _read_ids(name, tokens, "a list of token ids"))
         if self.logit_bias is not None:
             self.logit_bias = _read_bias(self.logit_bias)
+        for word in self.bad_words or ():
+            if not isinstance(word, str):
+                _read_ids("bad_words", word, "strings, or lists of token ids")
         if self.stop and not self.detokenize:
-            raise ValueError("stop strings are searched in the text, so stop cannot be given with detokenize=False")
+            raise ValueError("stop strings are searched in the text, so stop cannot be given with detokenize=False "
+                             "(stop=None leaves out those of generation_config.json, too)")
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise ValueError if logit_bias or allowed_token_ids names a token outside of the model's vocabulary."""
@@ -162,15 +154,18 @@ class SamplingParams:
     def from_generation_config(cls, config: dict[str, Any], **given: Any) -> "SamplingParams":
         """The settings that a checkpoint's generation_config.json recommends. `given` settings take precedence.
 
-        As in vLLM, the keys of GENERATION_KEYS are read. As in transformers, "do_sample": false means greedy decoding
-        unless a temperature is given. A missing do_sample means true, as in vLLM.
+        The keys of GENERATION_KEYS and OTHER_KEYS are read. As in transformers, "do_sample": false means greedy
+        decoding unless a temperature is given. A missing do_sample means true, as in vLLM.
         """
         read = read_settings(config)
         try:
-            cls(**read)
+            cls(**{"max_tokens": None} | read)
         except ValueError as error:
-            raise ValueError(f"generation_config.json cannot be used: {error}; correct it, or use "
-                             "generation_config='vllm'") from None
+            raise ValueError(f"generation_config.json (without it, config.json) cannot be used: {error}; correct it, "
+                             "or use generation_config='vllm'") from None
+        most = (read | given).get("max_tokens", cls.max_tokens)
+        if "min_tokens" in read and isinstance(most, Integral):  # a request may be shorter than the file's texts
+            read["min_tokens"] = min(read["min_tokens"], most)
         return cls(**read | given)
 
     def clone(self) -> "SamplingParams":
@@ -203,7 +198,7 @@ class SamplingParams:
 def read_override(config: dict[str, Any] | None) -> dict[str, Any]:
     """LLM's override_generation_config. ValueError for an entry that is not read, or for one out of range."""
     config = config or {}
-    refuse_unknown("override_generation_config has no entry", config, (*GENERATION_KEYS, "do_sample"))
+    refuse_unknown("override_generation_config has no entry", config, (*GENERATION_KEYS, *OTHER_KEYS))
     SamplingParams(**read_settings(config))
     return config
 
@@ -211,7 +206,18 @@ def read_override(config: dict[str, Any] | None) -> dict[str, Any]:
 def read_settings(config: dict[str, Any]) -> dict[str, Any]:
     """The settings in a generation_config.json, unchecked."""
     read = {setting: config[key] for key, setting in GENERATION_KEYS.items() if config.get(key) is not None}
+    tokens, words = config.get("suppress_tokens") or [], config.get("bad_words_ids") or []
+    if tokens or words:
+        are_lists = isinstance(tokens, list) and isinstance(words, list)
+        read["bad_words"] = [[token] for token in tokens] + words if are_lists else (tokens, words)
     return read | ({"temperature": 0.0} if config.get("do_sample") is False else {})
+
+
+def unread_keys(config: dict[str, Any]) -> list[str]:
+    """The entries of a generation_config.json that would change texts, and that are not read."""
+    superseded = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}  # as in transformers
+    return [key for key, neutral in UNREAD_KEYS.items() if config.get(key) not in (None, neutral)
+            and config.get(superseded.get(key, "")) is None]
 
 
 def wrap_int64(seed: int) -> int:
@@ -229,33 +235,6 @@ def _read_bias(bias: dict[Any, Any]) -> dict[int, float]:
     numbers = [check_number("logit_bias", value, Real, lambda x: x == x, BIAS) for value in bias.values()]
     return dict(zip(_read_ids("logit_bias", tokens, BIAS),
                     (min(LARGEST_BIAS, max(-LARGEST_BIAS, number)) for number in numbers)))
-
-
-@settings
-class BeamSearchParams:
-    """Settings of a beam search, which nanopaged/features/beam.py explains. The names are vLLM's; early_stopping is
-    that of transformers.
-
-    beam_width: the number of beams followed at once, and the number of results; 1 is greedy decoding
-    max_tokens: the largest number of new tokens
-    length_penalty: results are ranked by cumulative log probability / length ** length_penalty. The length is the
-        number of generated tokens, the end-of-sequence token included. A penalty above 0 favours longer texts, one
-        below 0 shorter texts
-    ignore_eos: continue after end-of-sequence tokens; then all results have max_tokens tokens
-    temperature: 0, as in vLLM's examples
-    early_stopping: the condition that ends the search, after beam_width texts have ended. True: no further condition.
-        False: no running beam scores higher with its present tokens. "never": no running beam can score higher later
-    """
-    beam_width: int = checked(MISSING, *between(Integral, 1, MOST_SEQUENCES))
-    max_tokens: int = checked(16, Integral, lambda x: x >= 1, "an integer of at least 1")
-    length_penalty: float = checked(1.0, *between(Real, -30, 30))
-    ignore_eos: bool = checked(False, *FLAG)
-    early_stopping: bool | str = checked(False, (bool, str), lambda x: not isinstance(x, str) or x == "never",
-                                         "True, False or 'never'")
-    temperature: float = checked(0.0, Real, lambda x: x == 0, "0 in a beam search, which does not sample")
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 class SequenceSampling:

@@ -13,8 +13,8 @@ their own requests; others are computed by the next caller. (A server has a thre
 import itertools
 import os
 import random
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from nanopaged.inputs import as_python, check_kind, check_number, read_cache_sal
 from nanopaged.options import default_feature, feature
 from nanopaged.sampling_params import SamplingParams, SequenceSampling, read_override, wrap_int64
 from nanopaged.text.tokenizer import load_tokenizer
-from nanopaged.weights.checkpoint import eos_token_ids, read_config, read_generation_config
+from nanopaged.weights.checkpoint import eos_token_ids, read_config, recommended_settings
 from nanopaged.weights.families import read_model_config, untie
 
 # What a request may ask for: features, and what asks for each. A feature has a subclass of Sequence, SEQUENCE, and a
@@ -52,7 +52,7 @@ class Core:
         self.options, override = options, read_override(options.override_generation_config)
         self._read_checkpoint(options)
         is_default = options.generation_config != "vllm"
-        self.default_params = (read_generation_config(self.path) if is_default else {}) | override
+        self.default_params = (recommended_settings(self.path) if is_default else {}) | override
         self.drafting, self.num_more_rows = None, 0  # of logits in a step, besides one for each sequence
         if options.speculative_config is not None:
             feature("drafts", "speculative_config").start_engine(self, options)
@@ -165,9 +165,23 @@ class Core:
                                                      "token ids")
         return self.tokenizer
 
-    def run_until(self, is_done: Callable[[], bool]) -> AbstractContextManager[None]:
-        """Compute steps until is_done(); the steps of other threads may make it true. Then the caller has the lock."""
-        return self.lock.run_until(is_done, self.advance)
+    @contextmanager
+    def run_until(self, is_done: Callable[[], bool]) -> Iterator[None]:
+        """Compute steps until is_done(), which the steps of other threads may make true. Then the caller has the lock.
+        Between two steps Ctrl-C is delivered, and threads that need no step have their turn."""
+        while True:
+            self.lock.acquire(is_done)
+            try:
+                while not is_done():
+                    self.advance()
+                    self.lock.interrupts.deliver()
+                    if self.lock.is_wanted:
+                        break
+                else:
+                    yield
+                    return
+            finally:
+                self.lock.release()
 
     # ---- with the lock
 
@@ -201,20 +215,24 @@ class Core:
                 raise
             _recover(self.engine, error, self.shortages)
         finally:
-            while self.engine.updates:
-                self._take(*self.engine.updates.popleft())
+            self._take_updates()
 
-    def _take(self, step: engine.SchedulerOutput, sampled: engine.Sampled,
-              appended: list[tuple[engine.Sequence, int]]) -> None:
-        self.counts.num_preemptions += len(step.preempted)
-        self.counts.most_blocks_held = max(self.counts.most_blocks_held, step.num_held_blocks)
-        for seq, position, logprobs in sampled.prompt_logprobs:
-            if seq.request_id in self.requests:
-                self.requests[seq.request_id].new_prompt_logprobs.update(enumerate(logprobs, position))
-        for seq, i in appended if sampled.logprobs else ():
-            if seq.request_id in self.requests:
-                self.requests[seq.request_id].hear(seq, sampled.tokens[i], sampled.logprobs[i])
-        for seq, _ in appended:
+    def _take_updates(self) -> None:
+        """Tell the requests what the engine has read: often one step, none with a lookahead, or several, after Ctrl-C
+        or an error. A sequence that the last one has ended is finished in all of them, and its request forgets it. So
+        all log probabilities are told first."""
+        updates = [*self.engine.updates]
+        self.engine.updates.clear()
+        for step, sampled, appended in updates:
+            self.counts.num_preemptions += len(step.preempted)
+            self.counts.most_blocks_held = max(self.counts.most_blocks_held, step.num_held_blocks)
+            for seq, position, logprobs in sampled.prompt_logprobs:
+                if seq.request_id in self.requests:
+                    self.requests[seq.request_id].new_prompt_logprobs.update(enumerate(logprobs, position))
+            for seq, i in appended if sampled.logprobs else ():
+                if seq.request_id in self.requests:
+                    self.requests[seq.request_id].hear(seq, sampled.tokens[i], sampled.logprobs[i])
+        for seq, _ in [pair for _, _, appended in updates for pair in appended]:
             request = self.requests.get(seq.request_id)
             if request is None:
                 continue
@@ -223,7 +241,8 @@ class Core:
                 del self.requests[request.request_id]
             if request.is_reported:
                 self.unreported[request.request_id] = request
-        self._check_if_idle()
+        if updates:
+            self._check_if_idle()
 
     def _check_if_idle(self) -> None:
         """With nothing under way the books must balance."""

@@ -3,7 +3,7 @@ import os
 from contextlib import contextmanager
 from dataclasses import replace
 from types import NoneType, SimpleNamespace
-from typing import Any, Generator, Iterator
+from typing import TYPE_CHECKING, Any, Generator, Iterator
 
 import torch
 
@@ -14,7 +14,10 @@ from nanopaged.inputs import as_list, as_python, check_choice, check_kind
 from nanopaged.options import OPTIONS, check_options, describe, feature
 from nanopaged.outputs import RequestError, RequestOutput
 from nanopaged.progress import ProgressBar
-from nanopaged.sampling_params import BeamSearchParams, SamplingParams
+from nanopaged.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanopaged.features.beam import BeamSearchParams
 
 
 class LLM(Core):
@@ -73,8 +76,9 @@ class LLM(Core):
             self.abort(*self.requests)
             self.lock.is_closed = True
             self.engines.clear()  # the router has the same list
+            self.runners.clear()  # features read this list without the lock
             self.shortages.clear()
-            del self.engine, self.runner, self.runners
+            del self.engine, self.runner
             torch.cuda.empty_cache()  # if there is one; torch would keep it for later allocations of this process
 
     def get_tokenizer(self) -> Any:
@@ -93,11 +97,13 @@ class LLM(Core):
 
         params: None: the checkpoint's defaults (get_default_sampling_params)
         priority: smaller is sooner, with scheduling_policy="priority"; otherwise only 0
-        Raises ValueError if it can never run: empty, too long, or with ids that the model does not have.
+        Raises ValueError if it can never run: empty, too long, or with ids that the model does not have, and
+        EngineDeadError if a worker process has died.
         """
         request = self.read_request(prompt, params, priority)
         request.is_reported = True
         with self.lock:
+            self._check_workers()
             self.add(request)
         return request.request_id
 
@@ -108,6 +114,8 @@ class LLM(Core):
         num_steps = self.num_steps
         with self.run_until(lambda: bool(self.unreported) or self.num_steps > num_steps):
             outputs = [request.output() for request in self.unreported.values()]
+            if not outputs:
+                self._check_workers()
             self.lock.interrupts.deliver()  # before they are taken: the next call returns them then
             self.unreported = {}
             return outputs
@@ -126,6 +134,7 @@ class LLM(Core):
         """Forget all cached blocks, after a change of the weights for example. False, and nothing done, while a request
         under way holds blocks, in the pool or on the host."""
         with self.lock:
+            self._check_workers()
             books = self.scheduler.block_manager
             if books.num_free_blocks < books.num_blocks or any(
                     seq.status is engine.Status.SWAPPED for seq in self.scheduler.waiting):
@@ -134,6 +143,11 @@ class LLM(Core):
                 for block in list(manager.key_of_block):
                     manager.evict(block)
             return True
+
+    def _check_workers(self) -> None:
+        """Raise EngineDeadError if a worker process has died. (A step does it, too.)"""
+        if self.options.tensor_parallel_size > 1:
+            self.runner.workers.check()
 
     # ---- whole runs
 
@@ -256,7 +270,7 @@ class LLM(Core):
             raise RequestError(output)
         return output
 
-    def beam_search(self, prompts: Any, params: BeamSearchParams, lora_request: Any = None, use_tqdm: bool = False,
+    def beam_search(self, prompts: Any, params: "BeamSearchParams", lora_request: Any = None, use_tqdm: bool = False,
                     concurrency_limit: int | None = None) -> list[RequestOutput]:
         """Beam search for prompts, together: for each the beam_width texts of the best scores, best first.
         nanopaged/features/beam.py says what a score is. Beams share the blocks of what they have in common.
@@ -266,7 +280,7 @@ class LLM(Core):
         """
         search = feature("beam", "beam search")
         _refuse_lora(lora_request)
-        check_kind("params", params, BeamSearchParams, "BeamSearchParams")
+        check_kind("params", params, search.BeamSearchParams, "BeamSearchParams")
         searches = [search.start(self, text, token_ids, replace(params))  # as in read_request
                     for text, token_ids in [self.read_prompt(prompt) for prompt in as_list(prompts)]]
         return self._finish(searches, use_tqdm)

@@ -24,7 +24,8 @@ from typing import Any, Callable, Iterator
 
 
 class StepLock:
-    """`with lock:` is for callers that need no step, `with lock.run_until(..):` for callers that compute steps.
+    """`with lock:` is for callers that need no step. Callers that compute steps wait until their result may be there,
+    with `acquire(is_done)`, and release the lock between two steps if it `is_wanted` (Core.run_until).
     RuntimeError for a call from within a step (the lock is not reentrant), in a forked process, and once the LLM is
     closed. A thread waits at its **gate**, a locked lock of its own that opens when the thread has got `lock`:
 
@@ -100,23 +101,11 @@ class StepLock:
                 self.lock.release()
                 self._serve()  # those that have come since `waiters` was copied
 
-    @contextmanager
-    def run_until(self, is_done: Callable[[], bool], step: Callable[[], object]) -> Iterator[None]:
-        """Call `step` until is_done(), which other threads' steps may make true, and then hold the lock. Between two
-        steps this thread delivers Ctrl-C, and passes the lock to the waiting threads that need no step."""
-        while True:
-            self.acquire(is_done)
-            try:
-                while not is_done():
-                    step()
-                    self.interrupts.deliver()
-                    if self.deferred or any(needs_no_step() for needs_no_step in self.waiters.copy().values()):
-                        break
-                else:
-                    yield
-                    return
-            finally:
-                self.release()
+    @property
+    def is_wanted(self) -> bool:
+        """Whether others need the lock before the next step: deferred functions, or waiting threads without a step to
+        compute."""
+        return bool(self.deferred) or any(is_done() for is_done in self.waiters.copy().values())
 
     def defer(self, function: Callable[[], object]) -> None:
         """Have `function` called between two steps: at once if no thread holds the lock, otherwise by its holder. This

@@ -27,10 +27,10 @@ from typing import Any
 from nanopaged import __version__
 from nanopaged.cli.status import Progress, fold, say
 from nanopaged.inputs import check_choice, open_file, refuse_unknown
-from nanopaged.options import OPTIONS, describe, feature
+from nanopaged.options import OPTIONS, default_feature, describe, feature
 from nanopaged.outputs import CompletionOutput, EngineDeadError, RequestError
 from nanopaged.progress import ProgressBar, counted
-from nanopaged.sampling_params import BeamSearchParams, SamplingParams, read_settings
+from nanopaged.sampling_params import SamplingParams, read_settings
 
 HELP = """\
 usage: python engine.py (--prompt TEXT | --prompts FILE | --chat | --serve) [options]; [defaults]
@@ -98,7 +98,8 @@ def _run(args, llm_class) -> int:
     params, search, prompt_file, listener, page = _sampling_params(args), None, None, None, None
     if args.beam_width is not None:
         options = _given(args, ("beam_width", "length_penalty", "ignore_eos"))
-        search = BeamSearchParams(max_tokens=params.max_tokens or 256, **options)
+        beams = feature("beam", "--beam-width")
+        search = beams.BeamSearchParams(max_tokens=params.max_tokens or 256, **options)
     for name, choices in PARSERS.items():
         if (given := vars(args)[name]) is not None:
             check_choice(_option(name), given, tuple(vars(feature("server.tools", _option(name)))[choices]))
@@ -213,6 +214,8 @@ def _import_llm() -> type:
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:  # a script's job with & ignores Ctrl-C
         signal.signal(signal.SIGINT, end)
+    if threads := default_feature("threads", "a CPU's threads, which wait for each other on a busy machine,"):
+        threads.start()
     from nanopaged.api.llm import LLM
     if before is signal.default_int_handler:
         signal.signal(signal.SIGINT, before)

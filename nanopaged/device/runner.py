@@ -14,8 +14,9 @@ This file is the plain path: `python engine.py --enforce-eager --attention torch
 of them in nanopaged/features, replace plain ones. `enforce_eager` keeps the plain part where a * stands:
 
     plain part                replacement                                         when
-    attention in torch        Triton's (kernel.py); with it cascade.py            a GPU with Triton; --attention triton
-    Runner *, `pick` *        GraphRunner: recorded steps, and a lookahead of 1   a GPU with Triton (graphs.py)
+    attention in torch        Triton's (kernel.py); with cascade.py, hopper.py    a GPU with Triton; --attention triton
+    Runner *                  GraphRunner: recorded steps, and a lookahead of 1   a GPU with Triton (graphs.py)
+    `pick` *                  one in two launches (pick.py)                       a GPU with Triton
     modules of model.py *     ones with small kernels (fused.py)                  a GPU with Triton
     the last Layer *          one that skips tokens (last_layer.py)               always
     attention in torch *      one call for each query length (rectangles.py)      attention in torch

@@ -76,7 +76,7 @@ class StepInput:
         if num_tokens == 1:
             self.input_ids.append(self.input_id(seq, start))
             self.positions.append(start)
-            self.slot_mapping.append(-1 if start < seq.num_hit_tokens else table[start // size] * size + start % size)
+            self.slot_mapping.append(-1 if start < seq.num_found_tokens else table[start // size] * size + start % size)
         else:  # a chunk: the host knows the ids, and none of its K and V is in the cache, so no slot is -1
             self.input_ids += token_ids[start:end]
             self.positions += range(start, end)

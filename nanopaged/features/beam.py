@@ -37,15 +37,43 @@ candidates those of the better parent come first, in the caller's order, where t
 import heapq
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, replace
+from numbers import Integral, Real
 from operator import itemgetter
 from typing import Any
 
 from nanopaged import engine
 from nanopaged.features.samples import fork
+from nanopaged.inputs import between, check_fields, checked, settings
 from nanopaged.options import feature
 from nanopaged.outputs import BeamSearchSequence, CompletionOutput, RequestOutput
-from nanopaged.sampling_params import BeamSearchParams, SamplingParams, SequenceSampling
+from nanopaged.sampling_params import FLAG, MOST_SEQUENCES, SamplingParams, SequenceSampling
+
+
+@settings
+class BeamSearchParams:
+    """Settings of a beam search. The names are vLLM's; early_stopping is that of transformers.
+
+    beam_width: the number of beams followed at once, and the number of results; 1 is greedy decoding
+    max_tokens: the largest number of new tokens
+    length_penalty: results are ranked by cumulative log probability / length ** length_penalty. The length is the
+        number of generated tokens, the end-of-sequence token included. A penalty above 0 favours longer texts, one
+        below 0 shorter texts
+    ignore_eos: continue after end-of-sequence tokens; then all results have max_tokens tokens
+    temperature: 0, as in vLLM's examples
+    early_stopping: the condition that ends the search, after beam_width texts have ended. True: no further condition.
+        False: no running beam scores higher with its present tokens. "never": no running beam can score higher later
+    """
+    beam_width: int = checked(MISSING, *between(Integral, 1, MOST_SEQUENCES))
+    max_tokens: int = checked(16, Integral, lambda x: x >= 1, "an integer of at least 1")
+    length_penalty: float = checked(1.0, *between(Real, -30, 30))
+    ignore_eos: bool = checked(False, *FLAG)
+    early_stopping: bool | str = checked(False, (bool, str), lambda x: not isinstance(x, str) or x == "never",
+                                         "True, False or 'never'")
+    temperature: float = checked(0.0, Real, lambda x: x == 0, "0 in a beam search, which does not sample")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +251,7 @@ class BeamSearch:
         blocks. Otherwise its tokens are computed again."""
         child, scheduler, num_computed = self._new_beam(), self.scheduler_of(parent), parent.num_computed_tokens
         child.token_ids, child.num_cached_tokens = list(parent.token_ids), parent.num_cached_tokens
-        hit = engine.PrefixHit(parent.block_table, num_computed, parent.prefix_key, parent.num_cached_blocks)
+        hit = engine.PrefixHit(parent.block_table, num_computed, parent.prefix_key, parent.num_keyed_blocks)
         if fork(scheduler, parent, child, hit):
             child.num_computed_tokens = num_computed  # the last token, too: its logits are there
         return child

@@ -10,7 +10,7 @@ asks for them, and cost other requests nothing: a step edits the rows of the seq
 
     bias       [rows, vocab_size]   added to the logits: logit_bias, and -inf for tokens that are never drawn
     seen       [rows, vocab_size]   2 * times generated + 1 if the prompt contains the token
-    penalties  [rows, 3]            repetition, frequency, presence
+    penalties  [rows, 3]            repetition, frequency, presence; none: 1, 0, 0
 
 The host says for each step which tokens are banned in it: stop tokens before min_tokens, and the last token of a bad
 word whose other tokens stand at the end of the text. Logits processors and bad words of several tokens read the text,
@@ -61,7 +61,9 @@ SEQUENCE = EditedSequence
 
 def start(core: Any, params: SamplingParams, sequences: list[Any]) -> None:
     """Prepare the samples of a request, and the tables that it needs. ValueError: too little memory for these."""
-    bad_words = encode_bad_words(params.bad_words, core.require_tokenizer()) if params.bad_words else []
+    words = params.bad_words or ()
+    bad_words, texts = ([word for word in words if isinstance(word, kind)] for kind in (list, str))
+    bad_words += encode_bad_words(texts, core.require_tokenizer()) if texts else []
     for seq in sequences:
         seq.bad_words = bad_words
     for runner in core.runners:
@@ -98,7 +100,8 @@ class Edits(LogitsStep):
             if has_bias(params) and "bias" not in self.tables:
                 self.tables.setdefault("bias", make((self.num_rows, self.vocab_size), NO_BIAS))
             if params.has_penalty and "seen" not in self.tables:
-                self.tables.setdefault("penalties", make((self.num_rows, 3), 1.0))
+                none = torch.tensor([1.0, 0.0, 0.0], device=self.device)  # for rows that are written already
+                self.tables.setdefault("penalties", none.repeat(self.num_rows, 1))
                 self.tables.setdefault("seen", make((self.num_rows, self.vocab_size), 0, dtype=torch.int32))
 
     def plan(self, seqs: list[Any], positions: list[int]) -> Plan | None:

@@ -97,7 +97,7 @@ def mixture(hf: dict[str, Any], count: str, size: str, normalized: bool, dense_l
 
 
 def mixtral(hf: dict[str, Any]) -> model.ModelConfig:
-    hf = {"sliding_window": None, "rope_theta": 1e6} | hf
+    hf = {"sliding_window": None, "rope_theta": 1e6, "rms_norm_eps": 1e-5} | hf
     config = families.mistral(hf)
     config.names = families.NAMES | {"mlp": "block_sparse_moe", "router": "gate", "gate_proj": "w1", "up_proj": "w3",
                             "down_proj": "w2"}
@@ -110,7 +110,7 @@ def qwen3_moe(hf: dict[str, Any]) -> model.ModelConfig:
     layers = range(families.check_size("num_layers", hf["num_hidden_layers"]))
     experts = mixture(hf, "num_experts", "moe_intermediate_size", hf.get("norm_topk_prob", False),
                       [i for i in layers if i in dense or (i + 1) % step])
-    windows = families.windows({"use_sliding_window": False} | hf)
+    windows = families.optional_windows({"sliding_window": 4096} | hf)
     return families.llama(hf, qk_norm=True, mlp_bias=False, sliding_windows=windows,
                           names=families.NAMES | {"router": "gate"}, experts=experts)
 

@@ -171,7 +171,7 @@ class Frames:
         if shared or free:
             others = [self._name(other) for other in scheduler.running
                       if not {*shared}.isdisjoint(itertools.chain(*_tables(other)))]
-            num_tokens = min(seq.num_hit_tokens, len(shared + free) * manager.block_size)
+            num_tokens = min(seq.num_found_tokens, len(shared + free) * manager.block_size)
             self.next[scheduler.pool].found.append([self._name(seq), num_tokens, shared, others, free])
 
     def tell_step(self, scheduler: Traced, step: engine.SchedulerOutput) -> None:
@@ -214,7 +214,7 @@ class Frames:
         start, self.most_computed[name] = end - num_tokens, max(most, end - num_drafts)
         if not num_tokens:
             kind = "waits for its token" if seq.num_new_tokens <= 0 else "waits: the token budget is spent"
-        elif start < seq.num_hit_tokens:  # the token's K and V are in the cache and are not written again
+        elif start < seq.num_found_tokens:  # the token's K and V are in the cache and are not written again
             kind = "again"
         elif num_drafts or num_tokens == 1 and start >= num_prompt_tokens:
             kind = "decode"

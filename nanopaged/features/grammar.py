@@ -37,12 +37,14 @@ from nanopaged import engine
 from nanopaged.device.logits import LogitsStep
 from nanopaged.device.sampler import SamplingNeeds
 from nanopaged.device.step_input import StepInput
-from nanopaged.device.transfer import ForwardPass, LaunchedStep, integers, on_its_device
-from nanopaged.sampling_params import SamplingParams, StructuredOutputsParams
+from nanopaged.device.transfer import ForwardPass, LaunchedStep, integers, on_its_device, send
+from nanopaged.features.structured import StructuredOutputsParams
+from nanopaged.sampling_params import SamplingParams
 
 MOST_FORCED = 256  # tokens at once
 # A mask takes 5 ms at most; those of ambiguous grammars would take seconds. Rows of JSON are long and cheap.
 MOST_ITEMS, MOST_ITEMS_IN_ROW, MOST_ITEMS_IN_ROW_OF_JSON = 5000, 300, 2000
+LEAST_LOGIT = -1e4  # of what ends a complete text; float16 has it, and it stays finite at any temperature
 TRIAL = """
 import faulthandler, json, os, sys
 import llguidance
@@ -260,10 +262,12 @@ COMPILERS: WeakKeyDictionary[Any, GrammarCompiler] = WeakKeyDictionary()
 
 def compiler_of(core: Any) -> GrammarCompiler:
     """The engine's compiler, which is made when a request first asks for it."""
-    if core.tokenizer is None:
-        raise ValueError("structured outputs need the checkpoint's tokenizer, and this engine has none")
     if core not in COMPILERS:
-        COMPILERS[core] = GrammarCompiler(core.tokenizer, core.eos_token_ids, core.config.vocab_size)
+        try:
+            tokenizer = core.require_tokenizer()
+        except ValueError as error:
+            raise ValueError(f"structured outputs need the checkpoint's tokenizer: {error}") from None
+        COMPILERS[core] = GrammarCompiler(tokenizer, core.eos_token_ids, core.config.vocab_size)
     return COMPILERS[core]
 
 
@@ -449,7 +453,17 @@ class Masks(LogitsStep):
 
     def __call__(self, logits: Tensor, plan: dict[int, tuple[Any, int]], rows: Tensor, positions: Tensor) -> Tensor:
         seqs = self.masked(plan)
-        return self.mask(logits, self.send([seqs.get(row) for row in range(len(logits))]))
+        masks = self.send([seqs.get(row) for row in range(len(logits))])
+        # A complete text ends, though min_tokens or another edit has given its ends -inf.
+        if complete := [row for row, seq in seqs.items() if self.is_complete(row, seq)]:
+            at = send(logits.device, [complete])[0]
+            logits = logits.index_copy(0, at.long(), logits.index_select(0, at).clamp(min=LEAST_LOGIT))
+        return self.mask(logits, masks)
+
+    def is_complete(self, row: int, seq: Any) -> bool:
+        """Whether the mask that was sent for this row allows nothing but tokens that end the text."""
+        allowed = int.from_bytes(ctypes.string_at(self.host[row].data_ptr(), self.num_bytes), "little")
+        return not allowed & ~sum(1 << token for token in seq.grammar.eos_token_ids)
 
     def send(self, seqs: list[Any]) -> Tensor:
         """The masks [R, num_bytes] on the device, one for each sequence; None: of a row that allows all tokens. A

@@ -13,10 +13,10 @@ last holder keeps the original (copy-on-write, BlockManager). With block_size 4 
 A sample that finds no free batch row forks later, from any sample that gets a token then. If the last sample ends
 before that, the next one is queued, and computes the prompt again.
 
-When A has filled and offered a block, B shares its first half, and A ends, B writes the second half: then the prefix
-cache must not find the block by A's tokens any more (BlockManager.allocate).
+B may fork when A has filled that last block and offered it. If A ends before B writes there, the prefix cache must not
+find the block by A's tokens any more (drawn in BlockManager).
 
-A sample that shares another's blocks has not looked up their keys (PrefixHit.num_cached_blocks is 0). So the prefix
+A sample that shares another's blocks has not looked up their keys (PrefixHit.num_keyed_blocks is 0). So the prefix
 cache may know such a block by a key that nothing finds any more, and `cache_full_blocks` then gives it a new one:
 
     1. block 3 follows the tokens P, whose prefix key is 1, and gets the key (1, efgh)

@@ -93,7 +93,7 @@ class Swapping(engine.BlockManager):
 
     def cache_full_blocks(self, seq: engine.Sequence) -> None:
         """Not if a block left the window before it was offered: the later ones could be found only through it."""
-        if seq.num_cached_blocks >= num_null_blocks(seq.block_table):
+        if seq.num_keyed_blocks >= num_null_blocks(seq.block_table):
             super().cache_full_blocks(seq)
 
     def find_prefix(self, seq: engine.Sequence) -> engine.PrefixHit:
@@ -130,7 +130,7 @@ class Swapping(engine.BlockManager):
         seq.block_table += [self._pop_free_block() for _ in swapped]
         self.step.swaps_in += zip(swapped, seq.block_table[num_found:])
         self._free_on_host(host_table[:num_found])
-        seq.num_hit_tokens, seq.num_computed_tokens = num_tokens, min(num_tokens, seq.num_tokens - 1)
+        seq.num_found_tokens, seq.num_computed_tokens = num_tokens, min(num_tokens, seq.num_tokens - 1)
 
     def free(self, seq: engine.Sequence) -> None:
         super().free(seq)

@@ -78,7 +78,7 @@ class FakeModel:
             assert num_tokens > 0
             tokens = tuple(self.tokens(seq))
             for position in range(seq.num_computed_tokens - num_tokens, seq.num_computed_tokens):
-                if position >= seq.num_hit_tokens:
+                if position >= seq.num_found_tokens:
                     block = seq.block_table[position // manager.block_size]
                     # Other sequences may list the block already if they were admitted in this step: they want these
                     # very tokens.

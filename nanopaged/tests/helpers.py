@@ -13,8 +13,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
+import nanopaged
 from engine import Status
-from nanopaged import LLM, BeamSearchParams, SamplingParams, optional_triton
+from nanopaged import LLM, SamplingParams, optional_triton
+from nanopaged.device.pool import GIB
 from nanopaged.weights.build import as_checkpoint, build_model
 from nanopaged.weights.checkpoint import read_safetensors, read_tensors
 
@@ -63,6 +65,15 @@ def load(model="shakespeare", *, graphs=False, lookahead=None, **options) -> LLM
     for one in llm.engines:
         one.lookahead = one.lookahead if lookahead is None else lookahead
     return llm
+
+
+def share_of_cards(gib):
+    """gpu_memory_utilization with which an engine gets so many GiB of each card beside what is in use now: other
+    processes test there, too. Skips a test for which some card has too little left."""
+    cards = [torch.cuda.mem_get_info(index) for index in range(torch.cuda.device_count())]
+    if (free := min(free for free, _ in cards) / GIB) < gib:
+        pytest.skip(f"needs {gib} GiB of each card, and one has only {free:.1f} GiB left")
+    return max((total - free + gib * GIB) / total for free, total in cards)
 
 
 def use_modules(llm, modules):
@@ -214,7 +225,6 @@ PROMPTS = [PROMPT[:n] + list(range(n)) for n in (3, 9, 15, 15, 4, 12)] + [PROMPT
 SETTINGS = [GREEDY, SamplingParams(temperature=0.9, seed=5, max_tokens=20, ignore_eos=True, repetition_penalty=1.3),
             SamplingParams(temperature=0.8, seed=6, n=3, max_tokens=12, ignore_eos=True, logprobs=2),
             SamplingParams(temperature=0, max_tokens=9, prompt_logprobs=1, presence_penalty=0.7)]
-BEAMS = BeamSearchParams(beam_width=3, max_tokens=6)
 
 
 def pools(count, model="qwen3", **options):
@@ -236,7 +246,7 @@ def run(llm, prompts, params):
 def texts(llm):
     """What mixed requests generate, and the number of preemptions."""
     outputs, num_preempted = run(llm, PROMPTS, cycle(SETTINGS)), llm.counts.num_preemptions
-    beams = llm.beam_search([PROMPT, PROMPT[:4]], BEAMS)
+    beams = llm.beam_search([PROMPT, PROMPT[:4]], nanopaged.BeamSearchParams(beam_width=3, max_tokens=6))
     llm.scheduler.block_manager.check_idle()
     found = [[(sample.token_ids, sample.finish_reason) for sample in output.outputs] for output in outputs]
     return found + [[beam.tokens for beam in output.sequences] for output in beams], num_preempted

@@ -3,13 +3,21 @@ import json
 import pickle
 import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
 from nanopaged.tests.helpers import BUNDLED, GOLDEN, complaint, write_files
-from nanopaged.weights.checkpoint import DTYPES, eos_token_ids, find_on_disk, read_config, read_tensors
+from nanopaged.weights.checkpoint import (
+    DTYPES,
+    eos_token_ids,
+    find_on_disk,
+    read_config,
+    read_tensors,
+    recommended_settings,
+)
 
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n"
 NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
@@ -119,6 +127,9 @@ def test_broken_config_is_an_error(tmp_path, text, problem):
 @pytest.mark.parametrize("config, generation, expected", [
     ({"eos_token_id": 2}, None, {2}), ({"eos_token_id": None}, None, set()), ({}, {}, set()),
     ({"eos_token_id": 2}, {"eos_token_id": [5, 7]}, {2, 5, 7}), ({"eos_token_id": [2, 5]}, {"eos_token_id": 2}, {2, 5}),
+    ({"text_config": {"eos_token_id": [1, 106]}}, None, {1, 106}),  # as transformers 5 saves Gemma 3
+    ({"eos_token_id": 1, "text_config": {"eos_token_id": 2}}, {"eos_token_id": 3}, {1, 2, 3}),
+    ({"text_config": None}, {}, set()), ({"text_config": {"eos_token_id": "2"}}, None, None),
     ({}, {"eos_token_id": 0}, {0}), *(({}, {"eos_token_id": value}, None) for value in ("2", [2, None], True, 2.0))])
 def test_every_eos_token_counts(tmp_path, config, generation, expected):
     generation = {} if generation is None else {"generation_config.json": generation}
@@ -127,7 +138,29 @@ def test_every_eos_token_counts(tmp_path, config, generation, expected):
         assert eos_token_ids(tmp_path) == expected
     else:
         message = complaint(eos_token_ids, tmp_path)
-        assert "generation_config.json: eos_token_id is " in message and "expected an integer" in message
+        assert re.search("(generation_config.json|text_config): eos_token_id is .*expected an integer", message)
+
+
+UNREAD = "config.json has settings .*: max_length, no_repeat_ngram_size$"
+SETTINGS = dict(repetition_penalty=1.5, min_new_tokens=3, max_length=64, no_repeat_ngram_size=3, num_beams=1)
+
+
+@pytest.mark.parametrize("config, generation, expected, unread", [
+    ({}, SETTINGS, SETTINGS, f"^generation_{UNREAD}"),
+    (SETTINGS | dict(vocab_size=9, top_k=None), None, SETTINGS, f"^{UNREAD}"),
+    (SETTINGS, {}, {}, None), ({}, None, {}, None),
+    (dict(top_k=5, text_config=dict(top_k=6, top_p=0.5)), None, dict(top_k=5, top_p=0.5), None),
+    ({}, dict(max_length=20, min_length=0, typical_p=1.0, guidance_scale=None), ..., None),  # which ask for nothing
+    ({}, dict(max_length=64, max_new_tokens=9), ..., None),
+    ({}, dict(begin_suppress_tokens=[5], num_beams=4, min_length=2, forced_eos_token_id=0, typical_p=0.9), ...,
+     "min_length, num_beams, typical_p, forced_eos_token_id, begin_suppress_tokens$")])
+@pytest.mark.filterwarnings("error")
+def test_recommended_settings(tmp_path, config, generation, expected, unread):
+    """As in transformers, config.json counts without a generation_config.json."""
+    write_files(tmp_path, {"config.json": config} | ({"generation_config.json": generation} if generation is not None
+                                                     else {}))
+    with pytest.warns(UserWarning, match=unread) if unread else nullcontext():
+        assert recommended_settings(tmp_path) == (generation if expected is ... else expected)
 
 
 # Reading weights

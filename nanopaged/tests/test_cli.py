@@ -14,7 +14,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from nanopaged import LLM, BeamSearchParams, SamplingParams
+import nanopaged
+from nanopaged import LLM, SamplingParams
 from nanopaged.api.request import Request
 from nanopaged.cli import main as cli
 from nanopaged.cli.main import main
@@ -307,7 +308,7 @@ def test_several_prompts_have_a_progress_bar(call, monkeypatch, more):
 def test_beams_with_their_scores(call):
     options = dict(beam_width=3, max_tokens=6)
     captured = call(prompt=[ROMEO, JULIET], length_penalty=0.5, ignore_eos=True, **options)
-    outputs = shared_llm().beam_search([ROMEO, JULIET], BeamSearchParams(
+    outputs = shared_llm().beam_search([ROMEO, JULIET], nanopaged.BeamSearchParams(
         length_penalty=0.5, ignore_eos=True, **options))
     assert_in_order(captured.out, [f"=== {output.prompt!r} [{beam.index}] score {beam.score:.4f}\n{beam.text}\n"
                                    for output in outputs for beam in output.outputs])
@@ -389,7 +390,7 @@ def test_help_names_every_option_with_its_default(capsys):
     # Functions have no place on a command line, and neither have the refused parameters.
     assert {field.name for field in fields(SamplingParams)} - set(cli.SAMPLING) == {
         "logits_processors", "detokenize", "structured_outputs"}
-    defaults = {name: option.default for name, option in OPTIONS.items()} | vars(BeamSearchParams(2))
+    defaults = {name: option.default for name, option in OPTIONS.items()} | vars(nanopaged.BeamSearchParams(2))
     defaults |= vars(SamplingParams(max_tokens=256, temperature=0.8, seed=0))
     told = {name: default if isinstance(default, str) else f"{default:g}" for name, default in defaults.items()
             if name in cli.KINDS and name != "beam_width" and not isinstance(default, (bool, NoneType))}

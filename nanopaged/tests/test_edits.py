@@ -18,7 +18,7 @@ from nanopaged.device.sampler import SamplingNeeds
 from nanopaged.features.edits import EditedSequence, Edits, encode_bad_words
 from nanopaged.features.logprobs import top_logprobs
 from nanopaged.sampling_params import SamplingParams, SequenceSampling
-from nanopaged.tests.helpers import GOLDEN
+from nanopaged.tests.helpers import GOLDEN, GREEDY, PROMPT, load, tokens_of
 from nanopaged.text.tokenizer import load_tokenizer
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
@@ -225,6 +225,21 @@ def test_plain_requests_need_no_tables_and_others_those_that_they_ask_for():
     assert [*edits.tables] == ["bias"] and edits.tables["bias"].shape == (4, 100)
 
 
+def test_the_first_penalty_changes_no_row_that_is_written_already():
+    """The tables of penalties come when a request first asks for them."""
+    edits, logits = edits_for("cpu", params=SamplingParams(min_tokens=1)), normal(1, VOCAB)
+    seqs = [sequence(0, SamplingParams(min_tokens=1)), sequence(1, SamplingParams(presence_penalty=0.5))]
+    for count in (1, 2):
+        plan = edits.plan(seqs[:count], [1] * count)
+        edited = edits(logits.repeat(count, 1), plan, rows := torch.arange(count), rows)
+        assert torch.equal(edited[:1], logits)
+        edits.drew(torch.full([count], 5), plan, rows)
+        edits.make_tables(SamplingParams(presence_penalty=0.5))
+    plan = edits.plan(seqs, [2, 2])
+    edited = edits(logits.repeat(2, 1), plan, rows, rows)
+    assert torch.equal(edited[:1], logits) and edited[1, 5] == logits[0, 5] - 0.5
+
+
 def test_a_request_whose_tables_do_not_fit_gets_a_sentence(monkeypatch):
     edits = edits_for("cpu", 4, 100, SamplingParams(min_tokens=2))
     monkeypatch.setattr(torch, "full", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
@@ -358,3 +373,15 @@ def test_bad_words_are_banned_with_and_without_a_space_before(name, words, token
 def test_a_bad_word_of_no_tokens_is_refused():
     with pytest.raises(ValueError, match="^bad_words must be texts of at least one token, not ' '$"):
         encode_bad_words(["bad", " "], load_tokenizer(GOLDEN / "tokenizers" / "gpt2"))
+
+
+def test_bad_words_may_be_token_ids():
+    """They need no tokenizer. With a token banned, and a pair, no other text changes."""
+    llm = load("qwen3", device="cpu")
+    plain = tokens_of(llm.generate([PROMPT, PROMPT], GREEDY))[0]
+    single, pair = plain[3], plain[1:3]
+    for words, kept in (([[single]], 3), ([pair], 2), ([pair, [single]], 2), ([[10**6], [7, 10**6]], 24)):
+        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, bad_words=words)
+        edited, other = tokens_of(llm.generate([PROMPT, PROMPT], [params, GREEDY]))
+        assert other == plain and edited[:kept] == plain[:kept] and (kept == 24 or edited[kept] != plain[kept])
+        assert all(word not in [edited[i:i + len(word)] for i in range(24)] for word in words)

@@ -32,7 +32,7 @@ SECOND = slice(1, 2)  # of the prompts, where one is enough
 # ---- Configurations
 
 LLAMA = dict(architectures=["LlamaForCausalLM"], vocab_size=100, hidden_size=32, num_hidden_layers=1,
-             num_attention_heads=4, intermediate_size=64, max_position_embeddings=128)
+             num_attention_heads=4, num_key_value_heads=4, intermediate_size=64, max_position_embeddings=128)
 
 
 @pytest.mark.parametrize("change, message", [
@@ -58,6 +58,9 @@ LLAMA = dict(architectures=["LlamaForCausalLM"], vocab_size=100, hidden_size=32,
     (dict(architectures=["SmolLM3ForCausalLM"], num_hidden_layers=3, no_rope_layers=[1, 0]), "no SmolLM3ForCausalLM"),
     (dict(architectures=["GraniteForCausalLM"], logits_scaling=0), "logits_scaling must be a number above 0"),
     (dict(architectures=["Gemma3ForCausalLM"], final_logit_softcapping=30.0), "final_logit_softcapping=30.0 is not"),
+    (dict(architectures=["Gemma3ForCausalLM"], rope_parameters=dict(rope_type="default", rope_theta=5.0)),
+     "Gemma 3 needs rope_parameters of 'full_attention' and 'sliding_attention', not one for all layers"),
+    (dict(rope_parameters=dict(full_attention=dict(rope_theta=5.0))), "of the kind 'full_attention' are not supported"),
     (dict(architectures=["Olmo3ForCausalLM"], layer_types=["linear_attention"]), "the kind 'linear_attention' are not"),
     (dict(num_attention_heads=4, num_key_value_heads=3), "4 query heads cannot share 3 kv heads"),
     (dict(head_dim=7), "head_dim 7 is odd"),
@@ -110,6 +113,51 @@ def test_qwens_windows_are_used_if_config_json_says_so(is_used, windows):
     assert read_model_config(LLAMA | qwen | dict(use_sliding_window=is_used)).sliding_windows == windows
 
 
+@pytest.mark.parametrize("architecture, has_window", [
+    *dict.fromkeys(("MistralForCausalLM", "MinistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM",
+                    "Olmo3ForCausalLM", "Gemma3ForCausalLM"), True).items(),
+    *dict.fromkeys(("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "SmolLM3ForCausalLM"),
+                   False).items()])
+def test_use_sliding_window_counts_in_the_families_that_know_it(architecture, has_window):
+    """As in transformers. Where it is true, a missing sliding_window of Qwen means 4096 tokens."""
+    given = LLAMA | dict(architectures=[architecture], sliding_window=64, use_sliding_window=False, max_window_layers=0,
+                         no_rope_layers=[0], num_local_experts=4, num_experts=4, num_experts_per_tok=2,
+                         moe_intermediate_size=8)
+    assert read_model_config(given).sliding_windows == [64 * has_window]
+    given["use_sliding_window"] = True
+    assert read_model_config(given).sliding_windows == [64]
+    del given["sliding_window"]
+    if architecture.startswith("Qwen"):
+        assert read_model_config(given).sliding_windows == [4096]
+
+
+@pytest.mark.parametrize("architecture, expected", [
+    ("MistralForCausalLM", dict(num_kv_heads=8, norm_eps=1e-6)), ("MinistralForCausalLM", dict(num_kv_heads=8)),
+    ("MixtralForCausalLM", dict(num_kv_heads=8, norm_eps=1e-5)), ("Phi3ForCausalLM", dict(norm_eps=1e-5)),
+    ("SmolLM3ForCausalLM", dict(num_kv_heads=4, norm_eps=1e-6)), ("OlmoeForCausalLM", dict(norm_eps=1e-5))])
+def test_a_missing_key_has_its_family_s_default(architecture, expected):
+    given = dict(architectures=[architecture], num_attention_heads=16, num_local_experts=4, num_experts=4,
+                 num_experts_per_tok=2)
+    config = read_model_config({key: LLAMA[key] for key in LLAMA if key != "num_key_value_heads"} | given)
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+OLMO3 = LLAMA | dict(architectures=["Olmo3ForCausalLM"], num_hidden_layers=4)
+ROPE_YARN = dict(rope_type="yarn", rope_theta=1000.0, factor=4.0, original_max_position_embeddings=64)
+
+
+@pytest.mark.parametrize("given, thetas, types", [
+    (dict(rope_parameters=ROPE_YARN), (1000.0, 1000.0), ("yarn", "yarn")),  # as transformers 5.0 to 5.8 wrote them
+    (dict(rope_parameters=dict(full_attention=ROPE_YARN)), (1000.0, 5e5), ("yarn", "default")),
+    (dict(rope_parameters=dict(sliding_attention=ROPE_YARN)), (5e5, 1000.0), ("default", "yarn")),
+    (dict(rope_scaling=ROPE_YARN), (1000.0, 5e5), ("yarn", "default")),
+    ({}, (5e5, 5e5), ("default", "default"))], ids=str)
+def test_ropes_of_olmo_3(given, thetas, types):
+    ropes = read_model_config(OLMO3 | given).ropes
+    assert tuple(rope["rope_theta"] for rope in ropes) == thetas
+    assert tuple(rope["rope_type"] for rope in ropes) == types
+
+
 def test_which_layers_have_experts():
     qwen = LLAMA | dict(architectures=["Qwen3MoeForCausalLM"], num_hidden_layers=8, num_experts=4,
                         num_experts_per_tok=2, moe_intermediate_size=8)
@@ -135,7 +183,7 @@ def test_the_longest_text_of_scaled_ropes():
     def limit(**scaling):
         return read_model_config(LLAMA | dict(rope_scaling=scaling)).max_position_embeddings
 
-    assert limit(rope_type="dynamic", factor=2.5) == 320 and limit(rope_type="linear", factor=2.5) == 128
+    assert limit(rope_type="dynamic", factor=2.5) == 320 and limit(rope_type="linear", factor=2.5) == 320
     assert limit(rope_type="yarn", factor=4.0, original_max_position_embeddings=64) == 256
     assert limit(rope_type="yarn", factor=4.0, original_max_position_embeddings=16) == 128
 
@@ -213,7 +261,7 @@ def test_keys_that_a_multimodal_gemma_leaves_out():
     assert (config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size) == (8, 4, 256, 262208)
     assert config.sliding_windows == [1024 * (i % 6 != 5) for i in range(34)] and config.tie_word_embeddings
     assert [(rope["rope_theta"], rope["rope_type"]) for rope in config.ropes] == [(1e6, "linear"), (1e4, "default")]
-    assert config.attention_scale == 256 ** -0.5 and config.max_position_embeddings == 131072
+    assert config.attention_scale == 256 ** -0.5 and config.max_position_embeddings == 131072  # has the factor in it
     assert read(sliding_window=500).sliding_windows[0] == 500  # from hf_overrides
 
 
@@ -265,3 +313,12 @@ def test_a_tied_matrix_that_is_stored_with_other_numbers_is_not_tied(tmp_path, s
 def test_old_checkpoints_without_the_key_prefix(tmp_path, variant, prefix):
     path = rewritten(tmp_path, variant, lambda tensors: {k.removeprefix(prefix): v for k, v in tensors.items()})
     assert_golden(load(path, num_blocks=64), variant, SECOND)
+
+
+def test_settings_of_config_json_count_without_a_generation_config(tmp_path):
+    path = rewritten(tmp_path, "llama2", lambda tensors: tensors)
+    config = json.loads((tmp_path / "config.json").read_text()) | dict(repetition_penalty=1.5, num_beams=4)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.warns(UserWarning, match="config.json has settings that change texts .* apply: num_beams$"):
+        llm = load(path, num_blocks=64, device="cpu")
+    assert llm.get_default_sampling_params() == SamplingParams(repetition_penalty=1.5)

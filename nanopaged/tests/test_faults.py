@@ -121,7 +121,7 @@ def test_a_grammar_that_panics_ends_its_request_and_no_other(method):
     seq = llm.requests[ids[0]].sequences[0]
     seq.__class__ = GrammarSequence
     llm.runner.use(Masks)
-    seq.grammar = SimpleNamespace(**grammar)
+    seq.grammar = SimpleNamespace(eos_token_ids=[0], **grammar)
     results = finished(llm)
     assert results[ids[0]].finish_reason == "error" and "in Rust" in results[ids[0]].stop_reason
     assert tokens_of(shared().generate("ROMEO:", GREEDY)) == [results[ids[1]].token_ids]
@@ -197,6 +197,36 @@ def test_a_token_that_is_drawn_again_counts_once():
         with suppress(torch.OutOfMemoryError):
             results |= {output.request_id: output.outputs[0].token_ids for output in llm.step()}
     assert [results[rid]] == expected
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_two_steps_that_are_read_at_once_lose_nothing(error):
+    """A reading that fails, or Ctrl-C while it waits: the next call reads a sequence's last two steps."""
+    llm, errors, outputs = load("llama2", lookahead=1), [error], []
+    llm.add_request(PROMPT, SamplingParams(max_tokens=4, logprobs=1, ignore_eos=True))
+    for _ in range(3):
+        llm.step()
+    step, read = llm.engine.launched[0]
+
+    def flaky():
+        if errors:
+            raise errors.pop()
+        return read()
+
+    llm.engine.launched[0] = step, flaky
+    with pytest.raises(error):
+        llm.step()
+    while llm.has_unfinished_requests():
+        outputs += llm.step()
+    sample = outputs[-1].outputs[0]
+    assert len(sample.token_ids) == len(sample.logprobs) == 4
+
+
+def test_a_call_that_only_reads_has_done_something():
+    """Else beams would give up their blocks, although the step that was read has their candidates."""
+    llm = load("llama2", lookahead=0)
+    llm.add_request(PROMPT, SamplingParams(max_tokens=1))
+    assert llm.engine.launch() and llm.engine.step() and not llm.engine.step()
 
 
 # ---- Memory and blocks

@@ -17,7 +17,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanopaged import LLM, BeamSearchParams, SamplingParams, kernel
+import nanopaged
+from nanopaged import LLM, SamplingParams, kernel
 from nanopaged.api.assemble import pick_runner
 from nanopaged.cli import main as cli
 from nanopaged.options import default_feature
@@ -76,10 +77,11 @@ def experts_on_a_gpu():
 PROMPT = "--prompt", "ROMEO:", "--max-tokens", "4"
 # Who asks for each feature. Those that nobody asks for come with the line on stderr where they are missed.
 ASK = dict(
-    batch=command("--prompts", "x.txt"), beam=lambda: llm().beam_search("O", BeamSearchParams(2, 2)),
+    batch=command("--prompts", "x.txt"), beam=lambda: llm().beam_search("O", nanopaged.BeamSearchParams(2, 2)),
     chat_template=lambda: llm().chat([{"role": "user", "content": "Hi"}]), conversation=converse,
     drafts=command(*PROMPT, "--speculate", "3"), edits=ask(presence_penalty=1), fp8=lambda: llm(quantization="fp8"),
     experts=lambda: llm(model=str(GOLDEN / "mixtral")), fused_experts=experts_on_a_gpu,
+    structured=ask(structured_outputs=dict(regex="a+")),
     frames=command(*PROMPT, "--trace"), grammar=ask(structured_outputs=dict(regex="a+")),
     hub=command("--model", "org/name", *PROMPT), huggingface=lambda: load_tokenizer(GOLDEN / "tokenizers" / "llama2"),
     logprobs=ask(logprobs=1), page=command(*PROMPT, "--trace", os.devnull + ".html"), router=command(
@@ -89,7 +91,7 @@ ASK = dict(
     stop=ask(stop="a"), tensor_parallel=lambda: llm(tensor_parallel_size=2), trace=command(*PROMPT, "--trace"))
 MISSED = dict(
     cascade=on_a_gpu, fused=on_a_gpu, graphs=on_a_gpu, hopper=on_a_gpu, pick=on_a_gpu, last_layer=llm, rectangles=llm,
-    ray_data=None, ray_serve=None,
+    ray_data=None, ray_serve=None, threads=llm,
     recovery=lambda: fail(llm()), warmup=None, swapping=lambda: llm(model=str(GOLDEN / "mistral")))
 
 
@@ -187,7 +189,7 @@ def test_the_chapters_and_the_ring_alone(tmp_path):
 # Words of its identifiers, the files that are its own, and the most identifiers elsewhere
 KNOWN = dict(
     beams=("beam", "beam", 15), drafts=("draft|speculat|proposer", "drafts", 25),
-    grammars=("grammar|structured|masks", "grammar", 25),
+    grammars=("grammar|structured|masks", "grammar|structured", 25),
     windows_and_swapping=("swap|host_(table|block)|window", "swapping", 20),
     edits=("^edit|repetition|frequency_|presence_|logit_bias|bad_words|logits_processor", "edits", 15),
     trace=("(^|_)traced?$", "trace|frames|page", 8), server=("^serv(e|er|ing|ed)(_|$)", "server|ray_.*", 8),

@@ -149,7 +149,7 @@ def test_logits_are_those_of_the_weights_times_their_scales(tmp_path, form, dtyp
 def test_products_are_those_of_transformers():
     """transformers takes blocks that divide a matrix."""
     module = pytest.importorskip("transformers.integrations.finegrained_fp8", reason="compares with transformers")
-    weight, scale = torch.randn(256, 384).mul(100).to(FP8), torch.rand(2, 3) + 0.01
+    weight, scale = torch.randn(256, 384).mul(100).clamp(-448, 448).to(FP8), torch.rand(2, 3) + 0.01
     for scale in (scale, scale[:1, :1]):
         expected = module.Fp8Dequantize(None).convert({"weight": weight, "weight_scale_inv": scale})["weight"]
         expected = expected[0] if isinstance(expected, list) else expected  # a list in some versions

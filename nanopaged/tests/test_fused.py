@@ -11,6 +11,7 @@ from nanopaged.features import fused as fused_module
 from nanopaged.features import last_layer
 from nanopaged.features.fused import fused_add_norm, num_partial_products, partial_products
 from nanopaged.features.last_layer import ShortLastLayer
+from nanopaged.features.pick import pick as pick_in_triton
 from nanopaged.tests.helpers import (
     CUDA,
     DEVICE,
@@ -126,11 +127,11 @@ def test_picking_a_token(vocab_size):
     temperature = torch.tensor([0, 1, 0.7, 2, 1e-3, 1, 1e-6, 10], device=DEVICE)
     seeds = torch.tensor([mix(i) for i in range(8)], device=DEVICE)
     positions = torch.arange(8, device=DEVICE) + 100
-    tokens = pick.pick(logits, temperature, seeds, positions)
+    tokens = pick_in_triton(logits, temperature, seeds, positions)
     assert tokens.dtype is torch.int64 and torch.equal(tokens, pick(logits, temperature, seeds, positions))
     logits[1, 0], logits[2, -1], logits[3], logits[4, 1:] = torch.nan, torch.inf, -torch.inf, -torch.inf
     tokens[1:4], tokens[4] = -1, 0
-    assert torch.equal(pick.pick(logits, temperature, seeds, positions), tokens)
+    assert torch.equal(pick_in_triton(logits, temperature, seeds, positions), tokens)
 
 
 @pytest.mark.parametrize("intermediate_size", [512, 8960])  # a row's sum goes over at most 1,024 numbers at a time

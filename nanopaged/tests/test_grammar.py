@@ -17,10 +17,11 @@ from nanopaged.cli.main import main
 from nanopaged.device import runner
 from nanopaged.features import grammar as grammars
 from nanopaged.features.grammar import compiler_of, source_of
-from nanopaged.tests.helpers import GOLDEN, freed_at_once, load
+from nanopaged.tests.helpers import BUNDLED, GOLDEN, complaint, freed_at_once, load, write_files
 from nanopaged.tests.helpers import run as run_checked
 from nanopaged.tests.test_drafts import assert_prints_the_readmes_trace
 from nanopaged.tests.test_graphs import record_graphs
+from nanopaged.tests.test_tokenizer import DEEPSEEK
 from nanopaged.text.tokenizer import load_tokenizer
 
 WORDS = ["red", "green", "a\"b", "ünï", "日本", "x y", "\\n"]
@@ -289,13 +290,28 @@ def test_the_mask_is_last(llm):
         logits[5] = 1e9
         return logits
 
-    processed, without_tokens, ignoring, too_short = run(llm, *(params(regex="[xy]{3}", **more) for more in (
-        dict(logits_processors=[favour]), dict(allowed_token_ids=[5]), dict(ignore_eos=True), dict(min_tokens=20))))
+    processed, without_tokens, ignoring = run(llm, *(params(regex="[xy]{3}", **more) for more in (
+        dict(logits_processors=[favour]), dict(allowed_token_ids=[5]), dict(ignore_eos=True))))
     assert re.fullmatch("[xy]{3}", processed.text)
     assert without_tokens.finish_reason == "error" and "no token is allowed" in without_tokens.stop_reason
     assert ignoring.finish_reason == "stop" and ignoring.token_ids[-1] in llm.eos_token_ids
-    assert too_short.finish_reason == "error"
     llm.scheduler.block_manager.check_idle()
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_a_complete_text_ends_whatever_bans_its_end(llguidance, lookahead):
+    llm = load(device="cpu", lookahead=lookahead)
+    ends = dict.fromkeys(llm.eos_token_ids, -1e9)
+    structures = [dict(choice=["yes", "no"]), dict(json={"type": "boolean"}), dict(regex="[xy]{3}")]
+    edits = [dict(min_tokens=70), dict(min_tokens=70, logprobs=2, temperature=0), dict(min_tokens=70, top_k=2),
+             dict(min_tokens=70, presence_penalty=0.5), dict(logit_bias=ends), dict(min_tokens=70, n=2)]
+    pairs = [(structure, edit) for structure in structures for edit in edits]
+    outputs = llm.generate(["A"] * len(pairs), [params(**structure, **edit) for structure, edit in pairs])
+    for (structure, _), sample in ((pair, sample) for pair, output in zip(pairs, outputs) for sample in output.outputs):
+        assert sample.finish_reason == "stop" and sample.token_ids[-1] in llm.eos_token_ids
+        check_fits(structure, sample.text)
+    longer, = run(llm, params(regex="[xy]*", min_tokens=20))  # it may go on
+    assert re.fullmatch("[xy]*", longer.text) and len(longer.token_ids) >= 20 and longer.finish_reason != "error"
 
 
 def test_ids_that_the_tokenizer_does_not_have_are_masked(llguidance, monkeypatch):
@@ -323,8 +339,14 @@ def test_a_grammar_that_cannot_be_compiled_is_refused_on_arrival(llm):
             llm.add_request("A", params(**fields))
         assert "\n" not in str(caught.value)
     assert not llm.has_unfinished_requests()
-    with pytest.raises(ValueError, match="need the checkpoint's tokenizer"):
-        load(skip_tokenizer_init=True).generate([1], params(regex="a"))
+
+
+def test_an_engine_without_a_tokenizer_says_why(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("[]")
+    for options, reason in ((dict(skip_tokenizer_init=True), "with skip_tokenizer_init there is no tokenizer"),
+                            (dict(tokenizer=str(tmp_path)), f"{tmp_path}/tokenizer.json: expected")):
+        message = complaint(load(**options).generate, [1], params(regex="a"))
+        assert message.startswith(f"structured outputs need the checkpoint's tokenizer: {reason}")
 
 
 def test_compiled_grammars_are_kept_in_bounds_and_failures_are_too(llm, monkeypatch):
@@ -399,6 +421,20 @@ def test_forced_tokens_have_the_bytes_of_the_text(name, llguidance):
         forced = b"".join(token_bytes[token] for token in tokens)
         assert forced == text.encode() or text.encode()[len(forced)] in missing and text.encode().startswith(forced)
         assert grammar.matcher.validate_tokens(tokens) == len(tokens)
+
+
+def test_a_byte_level_tokenizer_of_the_package_tokenizers(llguidance, tmp_path):
+    """The bundled one, which cuts a text in more steps, as DeepSeek's."""
+    pytest.importorskip("tokenizers", reason="reads this tokenizer; .ci/run installs it for its last part")
+    spec = json.loads((BUNDLED / "tokenizer.json").read_text())
+    folder = write_files(tmp_path, {"tokenizer.json": spec | DEEPSEEK})
+    llm = load(device="cpu", enforce_eager=True, tokenizer=str(folder), num_blocks=512)
+    assert llm.tokenizer.token_bytes() == load().tokenizer.token_bytes()
+    structures = [dict(json=PERSON), dict(choice=["yes, indeed", "no, never"])] * 4
+    outputs = run(llm, *(params(**structure, seed=i) for i, structure in enumerate(structures)), prompt="ROMEO:")
+    for structure, output in zip(structures, outputs):
+        assert output.finish_reason == "stop"
+        check_fits(structure, output.text)
 
 
 def test_forced_tokens_are_the_models(llguidance):

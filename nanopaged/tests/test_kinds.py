@@ -65,7 +65,7 @@ class KindsFake(FakeModel):
 
         written = Counter()
         for seq, text, (start, end) in zip(step.seqs, texts, chunks):
-            for position in range(max(start, seq.num_hit_tokens), end):
+            for position in range(max(start, seq.num_found_tokens), end):
                 written[slot(seq, position)] += 1
                 self.slots[slot(seq, position)] = name, text[:position + 1]
         assert max(written.values(), default=0) <= 1

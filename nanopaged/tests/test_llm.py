@@ -10,7 +10,8 @@ from itertools import count, zip_longest
 import pytest
 import torch
 
-from nanopaged import LLM, BeamSearchParams, SamplingParams, optional_triton
+import nanopaged
+from nanopaged import LLM, SamplingParams, optional_triton
 from nanopaged.options import OPTIONS
 from nanopaged.tests.helpers import GREEDY, PROMPT, complaint, freed_at_once, load, shared, tokens_of
 from nanopaged.tiles import widest_window
@@ -122,7 +123,8 @@ def test_bad_prompts_get_a_sentence(prompt, message):
     (lambda llm: llm.generate("a", "x" * 1000), "^.{1,200}$"),  # a sentence, whatever was given
     (lambda llm: list(llm.stream("a", SamplingParams(n=2))), "stream yields one text, and n is 2"),
     (lambda llm: llm.generate("a", use_tqdm=torch.ones(2)), "use_tqdm must be True or False, not "),
-    (lambda llm: llm.beam_search("a", BeamSearchParams(2), use_tqdm=torch.ones(2)), "use_tqdm must be True or False, "),
+    (lambda llm: llm.beam_search("a", nanopaged.BeamSearchParams(2), use_tqdm=torch.ones(2)),
+     "use_tqdm must be True or False, "),
 ])
 def test_calls_with_the_wrong_things_get_a_sentence(call, message):
     llm = shared()
@@ -188,7 +190,7 @@ def test_hf_overrides_replace_entries_of_the_config():
 def test_a_forked_process_gets_a_sentence(tmp_path):
     llm = load("llama2", num_blocks=64)
     calls = [lambda: llm.generate(PROMPT), lambda: next(llm.stream(PROMPT)), lambda: llm.add_request(PROMPT), llm.step,
-             lambda: llm.beam_search(PROMPT, BeamSearchParams(2, max_tokens=2)), llm.reset_prefix_cache]
+             lambda: llm.beam_search(PROMPT, nanopaged.BeamSearchParams(2, max_tokens=2)), llm.reset_prefix_cache]
     if not (pid := os.fork()):
         with (tmp_path / "said").open("w") as file:
             for call in (*calls, llm.__exit__):  # it may end there, inside a `with` block, without an error
@@ -239,7 +241,9 @@ def test_an_engine_in_a_with_block_is_freed_at_its_end():
         block.close()
     assert not llm.requests and llm.scheduler.block_manager.num_free_blocks == llm.scheduler.block_manager.num_blocks
     for call in (lambda: llm.generate([5, 6, 7]), llm.step, lambda: next(stream), lambda: llm.add_request([5, 6, 7]),
-                 lambda: llm.beam_search([5, 6, 7], BeamSearchParams(2))):
+                 lambda: llm.beam_search([5, 6, 7], nanopaged.BeamSearchParams(2)),
+                 *(lambda settings=settings: llm.generate([5, 6, 7], SamplingParams(**settings)) for settings in (
+                     dict(min_tokens=1), dict(presence_penalty=1), dict(n=2), dict(prompt_logprobs=1)))):
         with pytest.raises(RuntimeError, match="was closed"):
             call()
 
@@ -247,7 +251,8 @@ def test_an_engine_in_a_with_block_is_freed_at_its_end():
 def test_a_thread_that_searches_when_the_engine_is_closed_gets_the_sentence():
     with ThreadPoolExecutor() as pool, pytest.raises(RuntimeError, match="was closed"):
         with load("llama2", num_blocks=64) as llm:
-            search = pool.submit(lambda: [llm.beam_search(PROMPT, BeamSearchParams(2, max_tokens=20)) for _ in count()])
+            params = nanopaged.BeamSearchParams(2, max_tokens=20)
+            search = pool.submit(lambda: [llm.beam_search(PROMPT, params) for _ in count()])
             while not (llm.num_steps or search.done()):
                 time.sleep(0.001)
         search.result(30)

@@ -19,8 +19,9 @@ from itertools import count
 
 import pytest
 
+import nanopaged
 from engine import Sampled
-from nanopaged import BeamSearchParams, SamplingParams
+from nanopaged import SamplingParams
 from nanopaged.api.lock import Interrupts
 from nanopaged.tests.helpers import GREEDY, PROMPT, ROOT, check_books, load, shared, tokens_of
 
@@ -85,7 +86,7 @@ def test_a_call_waits_for_a_step_or_two_and_not_for_the_loops_of_others(busy):
             request_id = call()
             assert len(busy.steps) - before <= 5
     before = len(busy.steps)
-    busy.beam_search([[1, 2]], BeamSearchParams(beam_width=2, max_tokens=30))
+    busy.beam_search([[1, 2]], nanopaged.BeamSearchParams(beam_width=2, max_tokens=30))
     assert len(busy.steps) - before <= 30 * 3
 
 
@@ -138,7 +139,8 @@ def test_a_call_from_within_a_step_is_refused():
     llm, greedy = load(num_blocks=64), tokens(8, temperature=0)
     expected = llm.generate("JULIET:", greedy)
     for call in (lambda: llm.generate([[9]], tokens(2)), lambda: next(llm.stream([9], tokens(2))), llm.step,
-                 lambda: llm.add_request([9]), lambda: llm.beam_search([[9]], BeamSearchParams(2, max_tokens=2))):
+                 lambda: llm.add_request([9]),
+                 lambda: llm.beam_search([[9]], nanopaged.BeamSearchParams(2, max_tokens=2))):
         params = replace(greedy, logits_processors=[lambda token_ids, logits, call=call: call() or logits])
         failed, other = llm.generate(["ROMEO:", "JULIET:"], [params, greedy])
         assert failed.outputs[0].finish_reason == "error"
@@ -272,7 +274,7 @@ def interrupted_requests(llm, rng, num_lines):
     requests = [llm.requests[request_id] for request_id in ids]
     calls = [lambda: list(llm.stream("KING:", SamplingParams(max_tokens=3))),
              lambda: llm.generate(["JULIET:", "KING:"], SamplingParams(max_tokens=3, presence_penalty=2.0)),
-             lambda: llm.beam_search("KING:", BeamSearchParams(beam_width=2, max_tokens=3))]
+             lambda: llm.beam_search("KING:", nanopaged.BeamSearchParams(beam_width=2, max_tokens=3))]
     while llm.has_unfinished_requests():
         call = rng.choice([llm.step, llm.step, llm.step, *calls]) if num_lines else llm.step
         try:
@@ -307,7 +309,7 @@ def test_an_interrupt_at_any_line_changes_no_text(options, seeds=(5, 14, 15)):
 
 @pytest.mark.parametrize("call", [
     lambda llm: llm.generate([PROMPT] * 3, GREEDY), lambda llm: list(llm.stream(PROMPT, GREEDY)),
-    lambda llm: llm.beam_search(PROMPT, BeamSearchParams(beam_width=3, max_tokens=20))],
+    lambda llm: llm.beam_search(PROMPT, nanopaged.BeamSearchParams(beam_width=3, max_tokens=20))],
     ids=["generate", "stream", "beam_search"])
 def test_a_second_interrupt_while_the_first_is_cleaned_up_leaves_nothing_behind(call):
     """And the first one comes at once, in the middle of a step."""

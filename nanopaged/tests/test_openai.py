@@ -11,6 +11,7 @@ import pytest
 
 from engine import NO_TOKEN
 from nanopaged import SamplingParams
+from nanopaged.features.grammar import compiler_of
 from nanopaged.features.server.answers import CHAT, COMPLETIONS, ApiError
 from nanopaged.features.server.openai import FIELDS, IGNORED, Serving
 from nanopaged.features.server.responses import RESPONSES, read_response
@@ -333,6 +334,31 @@ def test_a_call_that_must_come_follows_the_functions_schema(serving, choice):
         assert reason == "tool_calls" and message["content"] == ""
         assert message["tool_calls"] == [{"function": call["function"]}]
     assert names == ({"weather", "now"} if choice == "required" else {"weather"})
+
+
+@needs_grammar
+@pytest.mark.parametrize("address, reference, part", [
+    ({}, "#/$defs/X", {}), ({}, "#name-KIND", {"$anchor": "name-KIND"}), ({"$id": 5}, "#/$defs/X", {}),
+    *(({"$id": address}, reference, {}) for address in ("https://a.org/b/f.json", "https://a.org/b/f.json#")
+      for reference in ("#/$defs/X", "f.json#/$defs/X", "https://a.org/b/f.json#/$defs/X")),
+    ({"$id": "urn:f"}, "#/$defs/X", {}), ({"$id": "urn:f"}, "urn:f#/$defs/X", {}),
+    ({"id": "https://a.org/f", "$schema": "http://json-schema.org/draft-04/schema#"}, "#/$defs/X", {}),
+    ({"$id": "urn:f"}, "urn:part-KIND", {"$id": "urn:part-KIND", "$ref": "#/$defs/X", "$defs": {"X": {}}})])
+def test_references_in_schemas_of_functions(serving, address, reference, part):
+    """Two functions whose schemas have one address, and which refer to parts of their own. (The last part has an
+    address, too.)"""
+    def schema(kind):
+        whole = {"type": "object", "properties": {"x": {"$ref": reference}}, "required": ["x"],
+                 "$defs": {"X": {"type": "KIND"} | part}}
+        return json.loads(json.dumps(whole | address).replace("KIND", kind))
+
+    tools = function(name="f", parameters=schema("integer")) + function(name="g", parameters=schema("boolean"))
+    params = read(serving, CHAT, tools=tools, tool_choice="required").params
+    matcher = compiler_of(serving.llm).compile(params.structured_outputs).matcher
+    for name, value in itertools.product("fg", ("1", "true")):
+        tokens = serving.llm.tokenizer.encode('{"name":"%s","arguments":{"x":%s}}' % (name, value))
+        fits = matcher.deep_copy().validate_tokens(tokens) == len(tokens)
+        assert fits == ((name, value) in (("f", "1"), ("g", "true")))
 
 
 @needs_grammar

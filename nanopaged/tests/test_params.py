@@ -33,7 +33,7 @@ BAD = {
     "min_tokens": [*NO_INTEGER, None, -1, 17],  # max_tokens is 16
     "logit_bias": [5, "12", [], [(1, 2.0)], {1, 2}, object],  # what is in it is tested apart
     "allowed_token_ids": [*NO_IDS, [], set()],
-    "bad_words": ["x", 5, True, ["x", ""], [5], [None], {"x"}, object],
+    "bad_words": ["x", 5, True, ["x", ""], [5], [None], {"x"}, object, [[]]],
     "logits_processors": [5, "", len, [len, None], ["x"], {len}, object],
 } | dict.fromkeys(FLAGS, NO_BOOL) | dict.fromkeys(COUNTS, [*NO_INTEGER, -2]) | dict.fromkeys(
     PENALTIES, [*NO_NUMBER, Fraction(10**400), -2.0001, 2.0001])
@@ -51,7 +51,7 @@ GOOD = {
     "min_tokens": [0, 16],
     "logit_bias": [None, {}, {5: -100, 6: 100.0, 7: 0.5, 8: Fraction(1, 2)}],
     "allowed_token_ids": [None, [0, 3], (4, 5), {6}, frozenset({7})],
-    "bad_words": [None, [], ["x"], ("x", " y z")],
+    "bad_words": [None, [], ["x"], ("x", " y z"), ["x", [5, 6]]],
     "logits_processors": [None, [], (max, lambda token_ids, logits: logits)],
 } | dict.fromkeys(FLAGS, [True, False]) | dict.fromkeys(COUNTS, [None, -1, 0, 10**9]) | dict.fromkeys(
     PENALTIES, [0, -2, 2, 0.5, Fraction(1, 2)])
@@ -71,6 +71,7 @@ GOOD_BEAMS = {
 PARTS = [(name, [*before, token], token) for name in ("stop_token_ids", "allowed_token_ids") for before in ([], [0, 1])
          for token in ("1", 1.0, math.nan, True, None, [1], -1)]
 PARTS += [("logit_bias", {0: 0.5, token: 1}, token) for token in ("x", "", "-1", "\u0663", 1.0, True, None, -1)]
+PARTS += [("bad_words", ["x", [5], [6, token]], token) for token in ("1", 1.0, None, -1)]
 PARTS += [("logit_bias", {0: 0.5, 1: number}, number) for number in ("1", None, True, 1j, [1], math.nan)]
 
 
@@ -132,6 +133,7 @@ def test_a_clone_is_deep_and_shares_the_processors():
 QWEN3 = dict(bos_token_id=151643, do_sample=True, eos_token_id=[151645, 151643], pad_token_id=151643, temperature=0.6,
              top_k=20, top_p=0.95, transformers_version="4.51.0")
 EVERY = dict(repetition_penalty=1.05, temperature=0.7, top_k=50, top_p=0.8, min_p=0.1)
+BANS = dict(suppress_tokens=[5, 6], bad_words_ids=[[7], [8, 9]])
 NOT_SAMPLED = dict(do_sample=False, temperature=0.6, top_k=20)
 
 
@@ -142,6 +144,14 @@ NOT_SAMPLED = dict(do_sample=False, temperature=0.6, top_k=20)
     # What is given goes before the file.
     (QWEN3 | dict(max_new_tokens=9), dict(temperature=0, max_tokens=None, n=3, top_k=0),
      dict(n=3, temperature=0, top_p=0.95, max_tokens=None)),
+    (dict(min_new_tokens=9, stop_strings=["x", "y"]), {}, dict(min_tokens=9, stop=["x", "y"])),
+    (dict(stop_strings="x"), dict(stop=None), {}),
+    # The file's min_new_tokens does not make a request longer.
+    *((dict(min_new_tokens=99), given, dict(max_tokens=16, min_tokens=16) | given | least)
+      for given, least in (({}, {}), (dict(max_tokens=3), dict(min_tokens=3)), (dict(min_tokens=1), {}),
+                           (dict(max_tokens=None), dict(min_tokens=99)))),
+    (BANS, {}, dict(bad_words=[[5], [6], [7], [8, 9]])), (BANS, dict(bad_words=["x"]), dict(bad_words=["x"])),
+    (dict(suppress_tokens=[], bad_words_ids=None), {}, {}),
     # A model that is not to be sampled is decoded greedily, unless a temperature is given.
     (dict(do_sample=False), {}, dict(temperature=0)), (NOT_SAMPLED, {}, dict(temperature=0, top_k=20)),
     (NOT_SAMPLED, dict(temperature=0.9), dict(temperature=0.9, top_k=20)),
@@ -153,9 +163,12 @@ def test_a_generation_config_gives_defaults(config, given, expected):
 
 def test_a_generation_config_out_of_range_is_blamed():
     for config, name in ((dict(top_p=1.5), "top_p"), (dict(temperature="hot"), "temperature"),
-                         (dict(max_new_tokens=0), "max_tokens")):
+                         (dict(max_new_tokens=0), "max_tokens"), (dict(min_new_tokens="2"), "min_tokens"),
+                         (dict(min_new_tokens=9, max_new_tokens=8), "min_tokens"), (dict(stop_strings=[1]), "stop"),
+                         *((dict(suppress_tokens=value), "bad_words") for value in (5, "5", ["5"], [-1], {5: 6})),
+                         *((dict(bad_words_ids=value), "bad_words") for value in (5, [5], [[]], [["5"]]))):
         assert complaint(SamplingParams.from_generation_config, config).startswith(
-            f"generation_config.json cannot be used: {name} must be ")
+            f"generation_config.json (without it, config.json) cannot be used: {name} must be ")
     assert complaint(SamplingParams.from_generation_config, QWEN3, min_p=2).startswith("min_p must be ")
 
 

@@ -15,7 +15,7 @@ from nanopaged import engine, kernel, model
 from nanopaged.api.llm import LLM
 from nanopaged.cli.main import help_text, main
 from nanopaged.device import choices, pool, runner
-from nanopaged.features import cascade, graphs
+from nanopaged.features import cascade, graphs, hopper
 from nanopaged.tests.helpers import ROOT
 from nanopaged.weights.families import read_model_config
 
@@ -108,7 +108,7 @@ def test_the_names_beside_those_of_vllm_exist():
     names = [name for line in re.findall(r"\| ([^|]*) \|$", table, re.M) for name in re.findall(r"`([\w.]+)`", line)]
     names += re.findall(r"`((?:Scheduler|BlockManager|Runner)\.\w+|_\w+)`", README)
     assert len(names) > 25
-    homes = (runner, pool, graphs, cascade, engine, kernel, model, choices,
+    homes = (runner, pool, graphs, cascade, hopper, engine, kernel, model, choices,
              SimpleNamespace(LLM=LLM, choices=choices, block_size=0))
     for name in names:
         first, *rest = name.split(".")

@@ -115,7 +115,7 @@ def test_a_sequence_follows_its_cached_prefix_unless_another_device_has_less_to_
     compute(second)
     [seq] = add(whole, [*range(40), 99])
     whole.step()
-    assert second.running == [seq] and seq.num_hit_tokens == 40
+    assert second.running == [seq] and seq.num_found_tokens == 40
     add(second, range(100, 180))
     [other] = add(whole, [*range(40), 98])
     whole.step()

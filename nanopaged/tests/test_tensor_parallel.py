@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import weakref
@@ -21,8 +20,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nanopaged import SamplingParams, StructuredOutputsParams, kernel
+from nanopaged import SamplingParams, StructuredOutputsParams
 from nanopaged.cli.main import main
+from nanopaged.features import fused
 from nanopaged.features.tensor_parallel import workers
 from nanopaged.features.tensor_parallel.peers import ExchangeStore, GpuPeers, NcclPeers
 from nanopaged.features.tensor_parallel.split import find_cuts
@@ -74,7 +74,7 @@ def assert_as_on_one_device(llm, prompts, params, model="qwen3"):
                                            - {"olmo2", "olmo3", *helpers.MIXTURES}))
 def test_two_ranks_compute_what_transformers_computes(monkeypatch, variant):
     """Also one text alone, on a CPU without Triton's interpreter, which would take minutes."""
-    monkeypatch.setattr(kernel, "few_rows_linear", None)
+    monkeypatch.setattr(fused, "few_rows_linear", None)
     llm = split(variant)
     for prompts in (slice(None), slice(1)):
         assert_golden(llm, variant, prompts)
@@ -178,13 +178,15 @@ def test_the_command_line(capsys, monkeypatch):
 # ---- What goes wrong
 
 def end(llm):
-    """What the engine says when it computes a step, and a later one. It leaves no process behind."""
+    """What the engine says when it computes a step, and when it is called later. It leaves no process behind."""
     pids = pids_of(llm)
     with pytest.raises(EngineDeadError) as first:
         llm.generate(PROMPT, SamplingParams(max_tokens=100, ignore_eos=True))
     assert_gone(*pids, within=0)
-    with pytest.raises(EngineDeadError, match=f"^{re.escape(str(first.value))}$"):
-        llm.generate(PROMPT)
+    for call in (lambda: llm.generate(PROMPT), lambda: llm.add_request(PROMPT), llm.step, llm.reset_prefix_cache,
+                 lambda: next(llm.stream(PROMPT)), lambda: llm.beam_search(PROMPT, helpers.BEAMS)):
+        with pytest.raises(EngineDeadError, match=f"^{re.escape(str(first.value))}$"):
+            call()
     assert not llm.has_unfinished_requests() and not llm.scheduler.running
     return str(first.value).replace(f"(process {pids[0]})", "(its pid)")
 
@@ -222,6 +224,15 @@ def test_workers_that_are_killed_between_two_steps_or_hang_end_the_engine_with_t
         llm.generate(PROMPT, SamplingParams(max_tokens=2))
         os.kill(pid := pids_of(llm)[1], number)
         assert end(llm).startswith(f"worker 2 (process {pid}) {reason}")
+
+
+def test_no_request_is_taken_when_a_worker_has_died_since_the_last_step():
+    llm = split()
+    os.kill(pid := pids_of(llm)[0], signal.SIGKILL)
+    assert llm.runner.workers.failed.wait(10)
+    with pytest.raises(EngineDeadError, match=rf"^worker 1 \(process {pid}\) was ended by signal 9"):
+        llm.add_request(PROMPT)
+    assert not llm.has_unfinished_requests()
 
 
 def test_a_worker_that_stops_in_the_middle_of_a_large_message_ends_the_engine_with_its_name(monkeypatch):
@@ -330,8 +341,10 @@ def test_symmetric_memory_finds_its_group_and_barriers_with_the_dead_end(monkeyp
     assert pads.tolist() == [[0] * 3, [1] * 3, [0] * 3]
 
 
-def test_nccl_connects_by_a_file_without_a_name_and_ends_once(monkeypatch, tmp_path):
+def test_nccl_connects_by_a_store_without_a_path_and_ends_once(monkeypatch):
+    """The destructor of a FileStore opens its path, and an error there ends the process."""
     def connect(store, rank, size, options):
+        assert type(store) is dist.TCPStore
         store.set(str(rank), "here")
         store.wait([str(1 - rank)])
         return Mock()
@@ -342,9 +355,8 @@ def test_nccl_connects_by_a_file_without_a_name_and_ends_once(monkeypatch, tmp_p
         peers.release(), peers.drain()
         return group._allgather_base.call_count, group.abort.call_count
 
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Mock(side_effect=connect, Options=Mock), raising=False)
-    assert meet(run) == [(1, 1)] * 2 and not list(tmp_path.iterdir())
+    assert meet(run) == [(1, 1)] * 2
 
 
 # ---- On two GPUs, or on one for both ranks
@@ -379,7 +391,9 @@ def test_gpu_golden_models(variant, graphs):
 
 @needs_two_gpus
 def test_gpu_bundled_model():
-    for options in (dict(kv_cache_dtype="fp8"), dict(dtype="bfloat16", num_blocks=None, gpu_memory_utilization=0.2)):
+    share = helpers.share_of_cards(gib=4)
+    for options in (dict(kv_cache_dtype="fp8"),
+                    dict(dtype="bfloat16", num_blocks=None, gpu_memory_utilization=share)):
         outputs = on_gpus("shakespeare", graphs=True, **options).generate(["ROMEO:", "JULIET:"] * 20)
         assert all(output.outputs[0].finish_reason in ("length", "stop") for output in outputs)
 

@@ -10,6 +10,7 @@ import re
 import sys
 from functools import reduce
 from operator import getitem
+from os.path import commonprefix
 from pathlib import Path
 
 import pytest
@@ -56,20 +57,37 @@ def test_encode_and_decode_like_hugging_face(name):
     assert tokenizer.decode([]) == tokenizer.decode([10**9]) == ""
 
 
+def decoded(tokenizer: Tokenizer, ids: list[int], skip_special_tokens: bool) -> str:
+    """What `decode` gives. But a run of Llama 2's byte tokens is text as far as it is valid UTF-8, where `decode` turns
+    all bytes of a broken run into U+FFFD: here a new text begins where such a run breaks."""
+    special = tokenizer.special_token_ids() if skip_special_tokens else set()
+    ids, token_bytes, starts, run = [i for i in ids if i not in special], tokenizer.token_bytes(), [0], b""
+    for end, token in enumerate([*ids, None]):
+        if token in getattr(tokenizer, "_byte_tokens", ()):
+            run += token_bytes[token]
+        elif token is None or token < tokenizer.vocab_size:  # others are nothing
+            try:
+                run.decode()
+            except UnicodeDecodeError as error:
+                places = [i for i in range(end) if ids[i] < tokenizer.vocab_size]
+                starts.append(places[len(places) - len(run) + error.start])
+            run = b""
+    return "".join(tokenizer.decode(ids[start:end]) for start, end in zip(starts, [*starts[1:], None]))
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_stream_after_a_prompt_adds_what_decode_adds(name):
     """Wherever a text is cut into a prompt (it may be empty) and a generated part, so no half of a character is shown
-    before its end. Llama 2's first generated space is text."""
+    before its end. Llama 2's first generated space is text. U+FFFD at the prompt's end is not added again."""
     tokenizer, rng, num_cuts = load_tokenizer(TOKENIZERS / name), random.Random(0), 0
     golden = expected(name)
     for ids in [row[1] for row in golden["texts"]] + [row[0] for row in golden["random"]]:
         for cut in [0, *rng.sample(range(len(ids) + 1), k=min(len(ids), 9))]:
             for skip in (True, False):
-                whole, shown = tokenizer.decode(ids, skip), tokenizer.decode(ids[:cut], skip)
-                if shown.endswith("\ufffd") or not whole.startswith(shown):  # the cut is inside a character
-                    continue
-                assert shown + "".join(pieces(tokenizer, ids[cut:], skip, prompt=ids[:cut])) == whole
-                assert shown + "".join(pieces(tokenizer, ids[cut:], skip, rng, ids[:cut])) == whole
+                whole, prompt = decoded(tokenizer, ids, skip), decoded(tokenizer, ids[:cut], skip)
+                added = whole[len(commonprefix([whole, prompt])):]
+                assert "".join(pieces(tokenizer, ids[cut:], skip, prompt=ids[:cut])) == added
+                assert "".join(pieces(tokenizer, ids[cut:], skip, rng, ids[:cut])) == added
                 num_cuts += 1
     assert num_cuts > 700
 
@@ -242,6 +260,12 @@ def test_without_the_package_tokenizers(monkeypatch):
     assert all(part in message for part in ("llama2", "byte_fallback", "pip install tokenizers", "token ids"))
 
 
+DEEPSEEK = {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [
+    {"type": "Split", "pattern": {"Regex": "[\r\n]"}, "behavior": "Isolated", "invert": False},
+    {"type": "Digits", "individual_digits": True},
+    {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}]}}
+
+
 @needs_tokenizers
 @pytest.mark.parametrize("change", [
     {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [
@@ -249,12 +273,14 @@ def test_without_the_package_tokenizers(monkeypatch):
         {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}]}},
     {"decoder": {"type": "Sequence", "decoders": [
         {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}]}},
-    {"normalizer": {"type": "NFKC"}}])
+    {"normalizer": {"type": "NFKC"}}, DEEPSEEK])
 def test_byte_level_that_tiktoken_cannot_express(tmp_path, change):
-    """The package `tokenizers` encodes (Falcon cuts text so), and the stream still holds half characters back."""
+    """The package `tokenizers` encodes (Falcon cuts text so, and DeepSeek LLM), and the stream still holds half
+    characters back. Tokens have the same bytes as with tiktoken."""
     from tokenizers import Tokenizer as Reference
     tokenizer = load_tokenizer(changed(tmp_path, "qwen", **change))
     reference = Reference.from_file(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.token_bytes() == load_tokenizer(TOKENIZERS / "qwen").token_bytes()
     for text, *_ in expected("qwen")["texts"]:
         ids = tokenizer.encode(text)
         assert ids == reference.encode(text).ids
@@ -263,6 +289,36 @@ def test_byte_level_that_tiktoken_cannot_express(tmp_path, change):
         assert "\ufffd" in text or not any("\ufffd" in piece for piece in shown)
     for ids, *_ in expected("qwen")["random"]:
         assert "".join(pieces(tokenizer, ids, True)) == reference.decode(ids)
+
+
+METASPACE = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True}
+REPLACE = {"type": "Replace", "pattern": {"String": "_"}, "content": " "}
+
+
+@needs_tokenizers
+@pytest.mark.parametrize("decoder, token, text", [
+    ({"type": "Sequence", "decoders": [REPLACE, {"type": "ByteFallback"}, {"type": "Fuse"}]}, "_tell", " tell"),
+    ({"type": "ByteFallback"}, "<0x0A>", "\n"), (METASPACE, "<0x0A>", "<0x0A>"), (METASPACE, "\u2581tell", " tell"),
+    ({"type": "WordPiece", "prefix": "##", "cleanup": True}, "##ing", "ing"),
+    ({"type": "WordPiece", "prefix": "##", "cleanup": True}, "tell", " tell"),
+    ({"type": "BPEDecoder", "suffix": "</w>"}, "tell</w>", "tell ")])
+def test_the_decoder_says_how_tokens_spell_their_bytes(tmp_path, decoder, token, text):
+    tokenizer = load_tokenizer(changed(tmp_path, "llama2", decoder=decoder, **{f"model__vocab__{token}": 900}))
+    assert tokenizer.token_bytes()[900] == text.encode()
+    assert tokenizer._tokenizer.decoder.decode(["x", token, "x"]).startswith("x" + text)
+
+
+@needs_tokenizers
+def test_bytes_are_shown_as_soon_as_they_are_text():
+    """Llama 2 writes a newline as a byte token. What a run has shown stays when the run breaks."""
+    tokenizer, params = load_tokenizer(TOKENIZERS / "llama2"), SamplingParams(max_tokens=30, stop=["\n\n"])
+    for prompt in ([], tokenizer.encode("a b")):
+        found = pieces(tokenizer, [3 + byte for byte in b"\n\n\xe2\x82\xac\n\xe2A\n"], True, prompt=prompt)
+        assert found == ["\n", "\n", "", "", "\u20ac", "\n", "", "\ufffd\ufffd", "\ufffd", ""]
+    llm = LLM(str(GOLDEN / "llama2"), tokenizer=str(TOKENIZERS / "llama2"), num_blocks=16, device="cpu")
+    params.allowed_token_ids = [3 + 0x0A]
+    sample = llm.generate([[5]], params)[0].outputs[0]
+    assert (sample.token_ids, sample.text, sample.finish_reason) == ([3 + 0x0A] * 2, "", "stop")
 
 
 @pytest.mark.parametrize("wrong", [10**9, -1, 2**70, 1.5, None, "5", [1]])
@@ -307,7 +363,7 @@ def test_panics_and_errors_of_tokenizers_are_sentences(tmp_path, name, parts, wo
     def run(is_stream: bool) -> None:
         tokenizer = load_tokenizer(changed(tmp_path, name, **parts))
         tokenizer.encode("a")
-        tokenizer.detokenizer().add([]) if is_stream else tokenizer.decode([])
+        tokenizer.detokenizer().add([300]) if is_stream else tokenizer.decode([])
 
     for is_stream in (False, True):
         assert re.search(words, complaint(run, is_stream))

@@ -99,7 +99,7 @@ class Witness:
         assert [(name, end - start, end, position) for name, _, start, end, position, *_ in frame.work] == [
             (name, counts.get(seq, 0), seq.num_computed_tokens, positions.get(seq, 0)) for name, seq in running.items()]
         assert [row[0] for row in frame.work if row[1] == "again"] == [name for name, seq in running.items() if
-            seq in counts and seq.num_computed_tokens - counts[seq] < seq.num_hit_tokens]
+            seq in counts and seq.num_computed_tokens - counts[seq] < seq.num_found_tokens]
         assert all(self.source.tables[name][:2] == [gpu, seq.block_table] for name, seq in running.items())
         assert self.cached[gpu] == self.source.cached[gpu] == manager.key_of_block.keys()
         swaps_in, swaps_out = (vars(step).get(f"swaps_{way}", []) for way in ("in", "out"))

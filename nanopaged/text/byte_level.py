@@ -122,10 +122,7 @@ class Tokenizer:
 
     def detokenizer(self, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()) -> "Detokenizer":
         """A stream from ids to text for one sequence. It yields the text that the ids add to the prompt's text."""
-        detokenizer = Detokenizer(self._token_bytes, self._special if skip_special_tokens else set())
-        # The prompt may end inside a character, at most three bytes into it. The stream then completes the character.
-        detokenizer.add(prompt_token_ids[-3:])
-        return detokenizer
+        return Detokenizer(self._token_bytes, self._special if skip_special_tokens else set(), prompt_token_ids)
 
     def token_bytes(self) -> list[bytes]:
         """The bytes of each id, for grammars; none where no token has the id."""
@@ -170,17 +167,27 @@ class Detokenizer:
     """A stream from ids to text. The deltas join to the text that `decode` adds after the prompt; none ends inside a
     character."""
 
-    def __init__(self, token_bytes: dict[int, bytes], skipped: set[int]):
+    def __init__(self, token_bytes: dict[int, bytes], skipped: set[int], prompt_token_ids: Sequence[int]):
         self._token_bytes, self._skipped = token_bytes, skipped
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder, self._is_told = codecs.getincrementaldecoder("utf-8")("replace"), False
+        # The prompt may end inside a character, at most three bytes into it. The stream then completes the character.
+        # If it does not, the prompt's text has the U+FFFD of these bytes.
+        self.add(prompt_token_ids[-3:])
+        self._is_told = bool(self._decoder.getstate()[0])
 
     def add(self, ids: Iterable[int]) -> str:
         """The text that `ids` complete. Bytes of an incomplete character wait for the next call."""
-        return self._decoder.decode(b"".join(self._token_bytes.get(i, b"") for i in ids if i not in self._skipped))
+        return self._text_of(b"".join(self._token_bytes.get(i, b"") for i in ids if i not in self._skipped))
 
     def finish(self) -> str:
         """The rest of the text: U+FFFD for bytes of a character that was never completed."""
-        return self._decoder.decode(b"", final=True)
+        return self._text_of(b"", final=True)
+
+    def _text_of(self, data: bytes, final: bool = False) -> str:
+        text = self._decoder.decode(data, final)
+        if text and self._is_told:
+            text, self._is_told = text.removeprefix("\ufffd"), False
+        return text
 
 
 class _AddedTokens:

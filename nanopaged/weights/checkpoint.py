@@ -16,12 +16,14 @@ model's own. This module knows nothing about models: it yields names and tensors
 import json
 import os
 import re
+import warnings
 from pathlib import Path
 from typing import Any, Collection, Iterator
 
 import torch
 
 from nanopaged.inputs import read_json, refuse_git_lfs_pointer
+from nanopaged.sampling_params import GENERATION_KEYS, OTHER_KEYS, UNREAD_KEYS, unread_keys
 
 BUNDLED: dict[Any, Path] = {"shakespeare": Path(__file__).parent.parent / "shakespeare"}
 # A name on the Hub is "org/name", or "name" for the oldest models. The Hub's rules exclude paths: ./x, ~/x, x/y/z.
@@ -97,14 +99,18 @@ def read_config(path: Path) -> dict:
 def eos_token_ids(path: Path) -> set[int]:
     """The end-of-sequence token ids of config.json and generation_config.json in the checkpoint directory `path`.
 
-    Both files count: chat models often name the end of a turn in one file and the end of a document in the other.
+    All places count: chat models often name the end of a turn in one file and the end of a document in the other, and
+    multimodal models may name ends in the text_config of config.json alone.
     """
-    ids: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        value = read_json(path / name, {}).get("eos_token_id")
+    config, ids = read_json(path / "config.json", {}), set[int]()
+    text_config = config.get("text_config")
+    for place, fields in (("config.json", config),
+                          ("config.json: text_config", text_config if isinstance(text_config, dict) else {}),
+                          ("generation_config.json", read_generation_config(path))):
+        value = fields.get("eos_token_id")
         found = [] if value is None else value if isinstance(value, list) else [value]
         if not all(type(token) is int for token in found):
-            raise ValueError(f"{path}/{name}: eos_token_id is {value!r}, expected an integer, a list of integers or "
+            raise ValueError(f"{path}/{place}: eos_token_id is {value!r}, expected an integer, a list of integers or "
                              "null")
         ids.update(found)
     return ids
@@ -113,6 +119,21 @@ def eos_token_ids(path: Path) -> set[int]:
 def read_generation_config(path: Path) -> dict:
     """generation_config.json of the checkpoint directory `path`; {} if the file does not exist."""
     return read_json(path / "generation_config.json", {})
+
+
+def recommended_settings(path: Path) -> dict:
+    """The entries of generation_config.json, or, as in transformers, where there is no such file, those of config.json
+    and of its text_config. Warns of entries that would change texts and are not read."""
+    name = "generation_config.json"
+    settings = read_generation_config(path)
+    if not (path / name).exists():
+        name, config = "config.json", read_config(path)
+        parts, keys = (config.get("text_config"), config), {*GENERATION_KEYS, *OTHER_KEYS, *UNREAD_KEYS}
+        settings = {key: value for part in parts if isinstance(part, dict) for key, value in part.items()
+                    if key in keys and value is not None}
+    if unread := unread_keys(settings):
+        warnings.warn(f"{name} has settings that change texts and that nanopaged does not apply: {', '.join(unread)}")
+    return settings
 
 
 def find_weights(path: Path) -> tuple[str, dict[str, set[str]]]:

@@ -26,7 +26,8 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {  # type -> the keys that this type ne
     "longrope": ("original_max_position_embeddings",),  # and two lists, of a number for each pair that rotates
 }
 OPTIONAL_NUMBERS = "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "partial_rotary_factor"
-STRETCHED = {"yarn": "original_max_position_embeddings", "dynamic": "max_position_embeddings"}  # the trained length
+STRETCHED = {"yarn": "original_max_position_embeddings", "dynamic": "max_position_embeddings",
+             "linear": "max_position_embeddings"}  # the trained length
 SLIDING, FULL = "sliding_attention", "full_attention"  # kinds of layers
 # The largest that a config.json may name: several times those of any model, and no product overflows 64 bits.
 MOST = dict(vocab_size=2**24, hidden_size=2**20, num_layers=2**10, num_heads=2**12, num_kv_heads=2**12, head_dim=2**12,
@@ -52,7 +53,7 @@ def read_model_config(hf: dict[str, Any]) -> model.ModelConfig:
         raise ValueError(f"config.json of a {architecture} must have {missing}, which is missing here") from None
     except (TypeError, AttributeError, ArithmeticError, IndexError, RuntimeError) as error:
         raise ValueError(f"config.json has a value that no {architecture} can have: {error}") from None
-    for rope in config.ropes:
+    for rope in config.ropes if read is not gemma3 else ():  # whose max_position_embeddings has the factor in it
         if trained := STRETCHED.get(rope["rope_type"]):  # as in vLLM, texts may be longer by the factor
             length = check_size("max_position_embeddings", int(rope["factor"] * rope[trained]))
             config.max_position_embeddings = max(config.max_position_embeddings, length)
@@ -134,6 +135,8 @@ def rope_settings(hf: dict[str, Any], can_be_partial: bool) -> dict[str, Any]:
     kind = "longrope" if kind == "su" else kind  # Phi-3's first name of it
     if kind not in ROPE_TYPES:
         raise ValueError(f"rope type {kind!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
+    if nested := [key for key, value in given.items() if isinstance(value, dict)]:
+        raise ValueError(f"rope_parameters of layers of the kind {nested[0]!r:.80} are not supported in this family")
     beside = {key: hf[key] for key in ("rope_theta", "partial_rotary_factor", "max_position_embeddings",
                                        "original_max_position_embeddings") if key in hf}
     settings = {"rope_theta": 10000.0} | beside | given | {"rope_type": kind}
@@ -150,7 +153,12 @@ def windows(hf: dict[str, Any], is_sliding: Callable[[int], bool] = lambda i: Tr
     kinds, window = hf.get("layer_types") or default, hf.get("sliding_window") or 0
     if other := [kind for kind in kinds if kind not in (SLIDING, FULL)]:
         raise ValueError(f"layers of the kind {other[0]!r:.80} are not supported; {FULL!r} and {SLIDING!r} are")
-    return [window if kind == SLIDING and hf.get("use_sliding_window", True) else 0 for kind in kinds]
+    return [window if kind == SLIDING else 0 for kind in kinds]
+
+
+def optional_windows(hf: dict[str, Any], is_sliding: Callable[[int], bool] = lambda i: True) -> list[int]:
+    """`windows` of Qwen and SmolLM3, whose layers have none unless use_sliding_window is true."""
+    return windows(hf if hf.get("use_sliding_window") else hf | {"sliding_window": None}, is_sliding)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -175,7 +183,7 @@ def llama(hf: dict[str, Any], can_be_partial: bool = False, **switches: Any) -> 
         tie_word_embeddings=hf.get("tie_word_embeddings", False),
         norm_eps=hf.get("rms_norm_eps", 1e-6),
         activation=hf.get("hidden_act", "silu"),
-        ropes=[rope_settings(hf, can_be_partial)],
+        ropes=switches["ropes"] if "ropes" in switches else [rope_settings(hf, can_be_partial)],
         names=NAMES,
         qkv_bias=attention_bias, o_bias=attention_bias, mlp_bias=hf.get("mlp_bias", False)) | switches)
 
@@ -223,14 +231,15 @@ def opt(hf: dict[str, Any]) -> model.ModelConfig:
 
 
 def mistral(hf: dict[str, Any]) -> model.ModelConfig:
-    hf = {"sliding_window": 4096} | hf  # absent: 4096 tokens; null: no window
+    hf = {"sliding_window": 4096, "num_key_value_heads": 8} | hf  # absent: 4096 tokens; null: no window
     return llama(hf, qkv_bias=False, o_bias=False, mlp_bias=False, sliding_windows=windows(hf))
 
 
 def qwen(hf: dict[str, Any], **switches: Any) -> model.ModelConfig:
     """If use_sliding_window is true, the layers from max_window_layers on have a window."""
-    hf = {"use_sliding_window": False, "max_window_layers": 28} | hf
-    return llama(hf, mlp_bias=False, sliding_windows=windows(hf, lambda i: i >= hf["max_window_layers"]), **switches)
+    hf = {"sliding_window": 4096, "max_window_layers": 28} | hf
+    sliding_windows = optional_windows(hf, lambda i: i >= hf["max_window_layers"])
+    return llama(hf, mlp_bias=False, sliding_windows=sliding_windows, **switches)
 
 
 def granite(hf: dict[str, Any]) -> model.ModelConfig:
@@ -246,11 +255,11 @@ def granite(hf: dict[str, Any]) -> model.ModelConfig:
 
 
 def smollm3(hf: dict[str, Any]) -> model.ModelConfig:
-    hf = {"rope_theta": 2e6, "tie_word_embeddings": True, "use_sliding_window": False} | hf
+    hf = {"rope_theta": 2e6, "tie_word_embeddings": True, "num_key_value_heads": 4} | hf
     num_layers, interval = check_size("num_layers", hf["num_hidden_layers"]), hf.get("no_rope_layer_interval", 4)
     rotates = hf.get("no_rope_layers") or [(i + 1) % interval for i in range(num_layers)]  # 0: no rope
     return llama(hf, layer_ropes=[0 if rotates[i] else -1 for i in range(num_layers)],
-                 sliding_windows=windows(hf, lambda i: not rotates[i]))
+                 sliding_windows=optional_windows(hf, lambda i: not rotates[i]))
 
 
 def phi3(hf: dict[str, Any]) -> model.ModelConfig:
@@ -280,6 +289,8 @@ def gemma3(hf: dict[str, Any]) -> model.ModelConfig:
     hf = GEMMA3 | {key: value for key, value in hf.items() if value is not None or key == "sliding_window"}
     require("Gemma 3", hf, dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"))
             | dict(use_bidirectional_attention=False))
+    if (rope := hf.get("rope_parameters")) and FULL not in rope and SLIDING not in rope:
+        raise ValueError(f"Gemma 3 needs rope_parameters of {FULL!r} and {SLIDING!r}, not one for all layers")
     return llama(
         hf, mlp_bias=False, qk_norm=True, norm_offset=1.0,
         **POST | dict(names=POST["names"] | {"post_attention_layernorm": "pre_feedforward_layernorm"}),
@@ -291,9 +302,9 @@ def gemma3(hf: dict[str, Any]) -> model.ModelConfig:
 
 def local_layers(hf: dict[str, Any], interval: int, local_theta: float) -> dict[str, Any]:
     """Most layers have a window and a rope of their own. Each interval-th layer attends to all tokens, and has the rope
-    that rope_scaling scales; the newer rope_parameters has both ropes, by the layers' kinds."""
-    given = hf.get("rope_parameters") or {}
-    given = given if FULL in given else {FULL: hf.get("rope_scaling")}
+    that rope_scaling scales. The newer rope_parameters has both ropes, by the layers' kinds, or one for all layers."""
+    given = hf.get("rope_parameters") or {FULL: hf.get("rope_scaling")}
+    given = given if FULL in given or SLIDING in given else dict.fromkeys((FULL, SLIDING), given)
     ropes = [rope_settings(hf | {"rope_theta": theta, "rope_scaling": given.get(kind), "rope_parameters": None}, False)
              for kind, theta in ((FULL, hf["rope_theta"]), (SLIDING, local_theta))]
     is_local = windows(hf | {"sliding_window": 1}, lambda i: (i + 1) % interval != 0)  # 1 or 0, as the place in ropes

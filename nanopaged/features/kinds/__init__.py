@@ -59,8 +59,8 @@ class Part:
         return self.seq.num_computed_tokens
 
     @property
-    def num_hit_tokens(self) -> int:
-        return self.seq.num_hit_tokens
+    def num_found_tokens(self) -> int:
+        return self.seq.num_found_tokens
 
     @property
     def num_sent_blocks(self) -> int:
@@ -129,22 +129,22 @@ class Kinds(engine.BlockManager):
         super().allocate(seq, end)
         for kind, part in parts:
             kind.extend(part, end)
-        if end > seq.num_hit_tokens:  # else nothing is written, and the last block may be one that others hold
+        if end > seq.num_found_tokens:  # else nothing is written, and the last block may be one that others hold
             seq.parts.quiet_until = min(len(seq.block_table) * self.block_size,
                                         *(kind.quiet_until(part) for kind, part in parts))
         return True
 
     def num_missing(self, seq: Any, end: int) -> int:
         """Blocks that BlockManager.allocate takes for this table."""
-        table, write_from = seq.block_table, max(seq.num_computed_tokens, seq.num_hit_tokens)
+        table, write_from = seq.block_table, max(seq.num_computed_tokens, seq.num_found_tokens)
         index = write_from // self.block_size
         must_copy = write_from < end and index < len(table) and self.ref_counts[table[index]] > 1
         return max(0, engine.cdiv(end, self.block_size) - len(table)) + must_copy
 
     def cache_full_blocks(self, seq: Any) -> None:
-        key, first, size = seq.prefix_key, seq.num_cached_blocks, self.block_size
+        key, first, size = seq.prefix_key, seq.num_keyed_blocks, self.block_size
         super().cache_full_blocks(seq)
-        for index in range(first, seq.num_cached_blocks):
+        for index in range(first, seq.num_keyed_blocks):
             key = self.prefix_cache[key, tuple(seq.token_ids[index * size:(index + 1) * size])][1]
             for name, part in seq.parts.items():
                 self.kinds[name].offer(part, index + 1, key)

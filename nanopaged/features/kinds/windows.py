@@ -93,11 +93,9 @@ class Group:
 
     def offer(self, part: Part, depth: int, key: Any) -> None:
         """Not a block that was given back before its last token was known, nor one that another block stands for."""
-        block, pool = part.block_table[depth - 1], self.pool
-        if block != NULL and (key, self.name) not in pool.prefix_cache:
-            pool.evict(block)  # a sample's may have a key that nothing finds any more (samples.py)
-            pool.prefix_cache[key, self.name], pool.key_of_block[block] = (block, key), (key, self.name)
-            pool.step.cached.append(block)
+        block = part.block_table[depth - 1]
+        if block != NULL and (key, self.name) not in self.pool.prefix_cache:
+            self.pool._offer(block, (key, self.name))
 
     def release(self, part: Part) -> None:
         for block in reversed(part.block_table[part.num_null_blocks:]):

@@ -13,6 +13,7 @@ none, and what is no call stays text. The arguments of a forced call are sent as
 import json
 import uuid
 from typing import Any
+from urllib.parse import urldefrag, urljoin
 
 import regex
 
@@ -56,11 +57,29 @@ def read_tools(body: dict[str, Any]) -> tuple[list | None, dict | None]:
         raise ValueError(f"tool_choice asks for {choice!r:.80}, and tools has {', '.join(schemas) or 'no function'}")
     calls, places = [], {}
     for name in names:
-        # A function's schema refers to parts of itself, from the root, and now it is not the root.
-        places[name] = json.loads(json.dumps(schemas[name]).replace('"$ref": "#', f'"$ref": "#/$defs/{name}'))
+        # A function's schema refers to parts of itself, from the root, and now it is not the root. It loses its own
+        # address, from which references would start, and which schemas of several functions may have in common.
+        schema = dict(schemas[name])
+        old, address = schema.pop("id", ""), schema.pop("$id", "")  # "id" in draft 4
+        places[name] = move_references(schema, str(address or old).rstrip("#"), f"#/$defs/{name}")
         fields = {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{name}"}}
         calls.append({"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False})
     return tools, {"x-guidance": LENIENT, "$defs": places, "anyOf": calls}
+
+
+def move_references(part: Any, address: str, place: str) -> Any:
+    """A part of a JSON schema, whose references to the schema at this address start from this place instead. Parts with
+    an address of their own stay as they are."""
+    if isinstance(part, list):
+        return [move_references(one, address, place) for one in part]
+    if not isinstance(part, dict) or isinstance(part.get("$id"), str):
+        return part
+    moved = {key: move_references(value, address, place) for key, value in part.items()}
+    if isinstance(part.get("$ref"), str):
+        target, pointer = urldefrag(urljoin(address, part["$ref"]))
+        if target in ("", address) and pointer[:1] in ("", "/"):  # others are names ($anchor)
+            moved["$ref"] = place + pointer
+    return moved
 
 
 class Reader:

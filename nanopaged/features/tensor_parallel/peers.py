@@ -8,7 +8,7 @@ import ctypes
 import itertools
 import math
 import os
-import tempfile
+import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -120,16 +120,22 @@ class NcclPeers(Peers):
     can_record = False  # NCCL would not end before the graphs
 
     def connect(self) -> None:
-        # Else a thread of torch reads the store every second, waits for its file when that is gone, and ends too late.
+        # Else a thread of torch reads the store every second, also when rank 0 is gone, and ends too late.
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
         nccl: Any = dist.ProcessGroupNCCL
         options = nccl.Options()
         options._timeout = timedelta(days=365)  # rank 0 looks after the workers, and may be stopped (Ctrl-Z)
-        with tempfile.TemporaryFile() as file:  # without a name: nobody has to remove it
-            path = self.exchange(f"/proc/{os.getpid()}/fd/{file.fileno()}")[0]
-            self.group = nccl(dist.FileStore(path, self.size), self.rank, self.size, options)
-            self.gather([torch.zeros(1, device=self.device)], 1)  # NCCL connects when it is first used
-            self.exchange(None)
+        self.group = nccl(self._make_store(), self.rank, self.size, options)
+        self.gather([torch.zeros(1, device=self.device)], 1)  # NCCL connects when it is first used
+        self.exchange(None)
+
+    def _make_store(self) -> dist.Store:
+        """Where NCCL's ranks find each other: in rank 0's memory, behind a port that only this machine reaches. (A
+        FileStore opens its path once more when it is freed, and an error there ends the process.)"""
+        listener = socket.create_server(("127.0.0.1", 0)) if self.rank == 0 else None
+        port = self.exchange(listener and listener.getsockname()[1])[0]
+        return dist.TCPStore("127.0.0.1", port, is_master=self.rank == 0, wait_for_workers=False,
+                             master_listen_fd=listener and listener.detach())
 
     def collect(self, own: Tensor, parts: Tensor) -> None:
         self.group._allgather_base(parts, own).wait()
