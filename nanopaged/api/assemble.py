@@ -41,7 +41,9 @@ def make_runners(options: Any, config: model.ModelConfig, path: Path,
     first GPUs, with the weights of the first; with tensor_parallel_size that of the first GPU, with a worker process
     for each other one."""
     num_ranks, fp8 = options.tensor_parallel_size, False
-    if len(set(config.sliding_windows)) > 1:
+    if config.layer_heads:
+        feature("kinds.device", "a model with heads of several sizes").choose(options, config)
+    elif len(set(config.sliding_windows)) > 1:
         if kinds := default_feature("kinds.device", "layers with a window, which keep all blocks,"):
             kinds.choose(options, config)
     option = "tensor_parallel_size" if num_ranks > 1 else "data_parallel_size"

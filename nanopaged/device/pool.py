@@ -35,9 +35,13 @@ class Pool:
         self.blocks = pool.view(torch.uint8)
         return pool
 
-    def one_block(self) -> Tensor:
-        """One layer's K, or V, of a block of zeros, for steps that are tried before there is a pool."""
-        return self._empty(1, 1).zero_()
+    def shape_of(self, layer: int) -> tuple[int, int, int]:
+        """The block_shape of this layer."""
+        return self.block_shape
+
+    def one_block(self, layer: int = 0) -> Tensor:
+        """This layer's K, or V, of a block of zeros, for steps that are tried before there is a pool."""
+        return torch.zeros(1, *self.shape_of(layer), dtype=self.dtype, device=self.device)
 
     def _empty(self, num_blocks: int, *shape: int) -> Tensor:
         try:

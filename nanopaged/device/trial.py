@@ -63,8 +63,8 @@ def choose_num_blocks(runner: Runner, gpu_memory_utilization: float) -> int:
     if runner.device.type == "cpu":
         blocks_per_seq = engine.cdiv(runner.max_model_len, runner.block_size)
         return max(1, min(DEFAULT_CPU_POOL // block_bytes, runner.max_num_seqs * blocks_per_seq))
-    block = runner.pool.one_block()
-    runner.kv_cache = [(block, block, 1.0, 1.0)] * runner.config.num_layers
+    blocks = map(runner.pool.one_block, range(runner.config.num_layers))
+    runner.kv_cache = [(block, block, 1.0, 1.0) for block in blocks]
     needed = max(peak_of(runner, query_lens) for query_lens in largest_steps(runner))
     needed *= 2 if runner.lookahead else 1  # CUDA graphs have memory of their own, as much as the largest step
     torch.cuda.empty_cache()
@@ -119,8 +119,8 @@ def choose_scales(runner: Runner) -> list[tuple[float, float]]:
         return [(1.0, 1.0)] * c.num_layers
     length = min(CALIBRATION_TOKENS, runner.max_model_len)
     num_blocks = engine.cdiv(length, runner.block_size)
-    cache = [torch.zeros(2, num_blocks, *runner.pool.block_shape, dtype=runner.dtype, device=device)
-             for _ in range(c.num_layers)]
+    cache = [torch.zeros(2, num_blocks, *runner.pool.shape_of(layer), dtype=runner.dtype, device=device)
+             for layer in range(c.num_layers)]
     ids = torch.randint(c.vocab_size, (length,), generator=torch.Generator().manual_seed(0)).tolist()
     batch = trial_batch(runner, [length], torch.zeros(0, dtype=torch.int64, device=device), length, ids)
     table = torch.arange(num_blocks, dtype=torch.int32, device=device)[None]

@@ -7,9 +7,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from nanopaged import SamplingParams
+from model import AttentionMetadata
+from nanopaged import SamplingParams, kernel
+from nanopaged.features import graphs
 from nanopaged.features.kinds import device
-from nanopaged.features.kinds.device import Heads, group_layers, longest_text
+from nanopaged.features.kinds.device import Heads, KindsRunner, group_layers, longest_text
 from nanopaged.features.kinds.slots import group_slots, group_slots_reference
 from nanopaged.tests.helpers import (
     GOLDEN,
@@ -25,6 +27,8 @@ from nanopaged.tests.helpers import (
     texts,
     tokens_of,
 )
+from nanopaged.tests.test_graphs import record_graphs
+from nanopaged.weights import families
 
 GROUPED = ["gemma3", "gemma3-groups", "olmo3", "qwen2-groups", "smollm3-window"]
 plain = patch.object(device, "choose", lambda *_: None)  # all layers keep all blocks
@@ -159,6 +163,90 @@ def test_more_texts_run_at_once():
     with plain:
         num_steps, num_preempted = run()
     assert grouped[0] < num_steps / 2 and grouped[1] <= num_preempted, (grouped, num_steps, num_preempted)
+
+
+# ---- Heads of two sizes
+
+def two_sizes(**options):
+    """A model of random weights whose layers that keep all have one head of 32 numbers, the others two of 8."""
+    def gemma3(hf):
+        config = read(hf)
+        config.layer_heads = [(2, 8) if window else (1, 32) for window in config.sliding_windows]
+        config.ropes = [rope | dict(head_dim=head_dim) for rope, head_dim in zip(config.ropes, (32, 8))]
+        return config
+
+    read = families.gemma3
+    with patch.dict(families.FAMILIES, Gemma3ForCausalLM=gemma3):
+        llm = load("gemma3-groups", load_format="dummy", device="cpu", **options)
+    for name, parameter in llm.runner.model.named_parameters():
+        if "norm" not in name:
+            parameter.mul_(12)  # loud enough for attention to matter
+    return llm
+
+
+def continuation(llm, prompt, num_tokens):
+    """Of the model, with attention as in chapter 1, and with K and V of each layer in one piece."""
+    model, c, ids = llm.runner.model, llm.config, list(prompt)
+    for _ in range(num_tokens):
+        ints = torch.arange(len(ids), dtype=torch.int32)
+        caches = [(*torch.zeros(2, 1, len(ids), *heads), 1.0, 1.0) for heads in c.layer_heads]
+        batch = device.KindsBatch(torch.tensor(ids), ints, ints, ints[:1, None], torch.tensor([len(ids)]), torch.tensor(
+            [0, len(ids)]), torch.tensor([len(ids) - 1]), None, AttentionMetadata(len(ids), len(ids)), [])
+        batch.groups = [batch] * (max(c.groups) + 1)
+        with torch.inference_mode():
+            ids.append(model(batch, caches, kernel.TORCH).argmax().item())
+    return ids[len(prompt):]
+
+
+@pytest.mark.parametrize("options", [
+    {}, dict(num_blocks=30, block_size=4, max_num_batched_tokens=7), dict(num_blocks=30, block_size=4, lookahead=1),
+    dict(enforce_eager=True)], ids=str)
+def test_heads_of_two_sizes(options):
+    prompts = [[7 * i % 150 for i in range(length)] for length in (3, 17, 39, 39)]
+    llm = two_sizes(**options)
+    expected = [continuation(llm, prompt, 16) for prompt in prompts]
+    outputs = llm.generate(prompts * 2, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
+    assert tokens_of(outputs) == expected * 2
+    assert all(len({*ids}) > 5 for ids in expected)
+    assert {cache[0].shape[2:] for cache in llm.runner.kv_cache} == {(2, 8), (1, 32)}
+
+
+def test_heads_of_two_sizes_in_recorded_steps(monkeypatch):
+    """Their tiles of prefill have two sizes, so a step has two work lists."""
+    monkeypatch.setattr(graphs, "TOKEN_SIZES", [16, 32])
+    monkeypatch.setattr(graphs, "DECODE_SIZES", [1, 2])
+    llm = two_sizes(max_num_seqs=8, max_num_batched_tokens=40)
+    seen, of_layer = [], {(2, 8): 6, (1, 32): 2}
+    monkeypatch.setattr(KindsRunner, "tile_of", lambda self, layer: of_layer[self.config.layer_heads[layer]])
+    attend = llm.runner.kernels.attention
+
+    def look(q, k_cache, *args, **options):
+        if options["max_query_len"] > 1:
+            seen.append((tuple(k_cache.shape[2:]), options["query_tiles"].tolist()))
+        return attend(q, k_cache, *args, **options)
+
+    llm.runner.kernels = llm.runner.kernels._replace(attention=look)
+    prompts = [[7 * i % 150 for i in range(length)] for length in (3, 17, 39)]
+    expected = [continuation(llm, prompt, 16) for prompt in prompts]
+    replayed = record_graphs(llm, monkeypatch)
+    seen.clear()
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
+    assert tokens_of(outputs) == expected and {shape.num_tiles > 0 for shape in replayed} == {True, False}
+    lists = {heads: next(tiles for key, tiles in seen if key == heads) for heads in of_layer}
+    for heads, tokens in of_layer.items():
+        entries = [entry for entry in lists[heads] if entry != [-1, -1]]
+        assert sorted(tile for seq, tile in entries if seq == 0) == list(range(-(-3 // tokens)))
+
+
+def test_heads_of_two_sizes_over_an_fp8_cache():
+    llm = two_sizes(kv_cache_dtype="fp8")
+    first, second = tokens_of(llm.generate([list(range(20))] * 2, GREEDY))
+    assert first == second and all(0 < scale < 1 for cache in llm.runner.kv_cache for scale in cache[2:])
+
+
+def test_what_heads_of_two_sizes_do_not_have():
+    assert "heads of one size" in complaint(two_sizes, tensor_parallel_size=2)
+    assert "leave swap_space out" in complaint(two_sizes, swap_space=1)
 
 
 # ---- Slots

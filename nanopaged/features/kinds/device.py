@@ -16,14 +16,16 @@ bytes into parts of another size.
 the slots of its tokens in all groups. The sizes do not change, so a step can be recorded.
 """
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from nanopaged import engine, model
+from nanopaged import engine, model, tiles
 from nanopaged.device import transfer
 from nanopaged.device.pool import GIB, Pool
 from nanopaged.device.rows import Rows
@@ -53,7 +55,13 @@ class Heads(NamedTuple):
 
 def heads_of(config: model.ModelConfig) -> list[Heads]:
     """Of each layer."""
-    return [Heads(config.num_kv_heads, config.head_dim)] * config.num_layers
+    heads = config.layer_heads or [(config.num_kv_heads, config.head_dim)] * config.num_layers
+    return [Heads(*of_layer) for of_layer in heads]
+
+
+def config_of(config: model.ModelConfig, layer: int) -> model.ModelConfig:
+    """With the heads of this layer."""
+    return replace(config, **heads_of(config)[layer]._asdict())
 
 
 def choose(options: Any, config: model.ModelConfig) -> None:
@@ -62,11 +70,15 @@ def choose(options: Any, config: model.ModelConfig) -> None:
     max_len = options.max_model_len or config.max_position_embeddings
     windows = [window if 0 < window < max_len else 0 for window in config.sliding_windows or [0] * config.num_layers]
     layers = list(zip(map(bool, windows), windows, heads_of(config)))
-    if len(set(layers)) < 2 or all(windows):
+    if len(set(layers)) == 1 or all(windows) and not config.layer_heads:
         return
     if options.swap_space:
         raise ValueError("swap_space moves blocks of all layers at once, and the layers of this model keep different "
-                         "ones, because some have a sliding window; leave swap_space out")
+                         "ones, because some have a sliding window or other heads; leave swap_space out")
+    if config.layer_heads:
+        if options.tensor_parallel_size > 1:
+            raise ValueError("tensor_parallel_size needs a model whose layers have heads of one size")
+        options.disable_cascade_attn = True  # a cascade's tiles have one size of heads
     config.groups = group_layers(layers)
 
 
@@ -85,7 +97,7 @@ def group_layers(layers: list[Any]) -> list[int]:
     def cost(block: int) -> float:
         groups = {layer: engine.cdiv(count, block // (2 * layer[2].size)) for layer, count in alike.items()}
         of_full = sum(count for (has_window, *_), count in groups.items() if not has_window)
-        return (sum(groups.values()) * block / (2 * sum(sizes)) + of_full * block / (2 * sum(full))
+        return (sum(groups.values()) * block / (2 * sum(sizes)) + of_full * block / (2 * sum(full) or 1)
                 + TABLE_COST * sum(groups.values()))
 
     most = max(2 * layer[2].size * count for layer, count in alike.items())
@@ -106,14 +118,14 @@ class Layout:
     def __init__(self, config: model.ModelConfig, block_size: int, dtype: torch.dtype):
         self.groups, self.heads, self.num_groups = config.groups, heads_of(config), max(config.groups) + 1
         self.block_size, self.dtype = block_size, dtype
+        self.first_layers = [self.groups.index(group) for group in range(self.num_groups)]
         self.places = [self.groups[:index].count(group) for index, group in enumerate(self.groups)]
         sizes = [2 * sum(heads.size for heads, group in zip(self.heads, self.groups) if group == one)
                  for one in range(self.num_groups)]
         unit = math.lcm(*(heads.size for heads in self.heads))
         token_bytes = block_size * dtype.itemsize
         self.block_bytes = engine.cdiv(max(sizes), unit) * unit * token_bytes
-        self.num_parts = [self.block_bytes // (self.heads[self.groups.index(group)].size * token_bytes)
-                          for group in range(self.num_groups)]
+        self.num_parts = [self.block_bytes // (self.heads[layer].size * token_bytes) for layer in self.first_layers]
         self.model_bytes = sum(sizes) * token_bytes  # of block_size tokens in every layer
 
 
@@ -133,6 +145,9 @@ class KindsPool(Pool):
     def block_bytes(self) -> int:
         return self.layout.model_bytes
 
+    def shape_of(self, layer: int) -> tuple[int, int, int]:
+        return self.layout.block_size, *self.layout.heads[layer]
+
     def num_small(self, num_blocks: int) -> int:
         """The number of the pool's blocks in the memory of num_blocks blocks of every layer."""
         return num_blocks * self.block_bytes // self.layout.block_bytes
@@ -147,11 +162,8 @@ class KindsPool(Pool):
         except (RuntimeError, TypeError):
             raise self.no_memory(num_blocks) from None
         self.blocks = pool.view(-1, layout.block_bytes)
-        caches = []
-        for heads, group, place in zip(layout.heads, layout.groups, layout.places):
-            parts = pool.view(layout.dtype).view(-1, layout.block_size, *heads)
-            caches.append((parts[2 * place:], parts[2 * place + 1:]))
-        return caches
+        parts = [pool.view(layout.dtype).view(-1, *self.shape_of(layer)) for layer in range(self.num_layers)]
+        return [(of_layer[2 * place:], of_layer[2 * place + 1:]) for of_layer, place in zip(parts, layout.places)]
 
     def no_memory(self, num_blocks: int) -> ValueError:
         return ValueError(f"a pool of {num_blocks} blocks needs {num_blocks * self.block_bytes / GIB:.2f} GiB, "
@@ -195,6 +207,11 @@ class KindsRows(Rows):
         self.write(cells, entries, new)
 
 
+def num_tiles(num_tokens: int, num_seqs: int, tokens_per_tile: int) -> int:
+    """Of a step, at most."""
+    return num_tokens // tokens_per_tile + num_seqs
+
+
 @dataclass
 class KindsBatch(model.Batch):
     groups: list[model.Batch]  # what the layers of each group read
@@ -223,7 +240,42 @@ class KindsRunner(Runner):
         other = model.AttentionMetadata(*metadata[:len(model.AttentionMetadata._fields)])
         groups = [replace(batch, block_tables=tables[:, group], slot_mapping=slots[group],
                           metadata=other if group else batch.metadata) for group in range(len(slots))]
+        if metadata.query_tiles is not None and metadata.max_query_len > 1 and len(self.tile_sizes) > 1:
+            room = [num_tiles(len(sent.positions), len(sent.rows), tokens) for tokens in self.tile_sizes]
+            work = dict(zip(self.tile_sizes, metadata.query_tiles.split(room)))
+            for one, layer in zip(groups, self.layout.first_layers):
+                one.metadata = one.metadata._replace(query_tiles=work[self.tile_of(layer)])
         return KindsBatch(*(getattr(batch, one.name) for one in fields(batch)), groups)
+
+    # ---- Prefill's work lists. Heads of several sizes may have tiles of several sizes: one list behind another then
+
+    def tile_of(self, layer: int) -> int:
+        """Query tokens in a tile of this layer's prefill."""
+        c = config_of(self.config, layer)
+        return self.kernels.tokens_per_tile(c.num_heads // c.num_kv_heads, c.head_dim, self.block_size, self.dtype,
+                                            self.kv_dtype, self.device)
+
+    @cached_property
+    def tile_sizes(self) -> list[int]:
+        return sorted({*map(self.tile_of, self.layout.first_layers)})
+
+    def num_query_tiles(self, num_tokens: int, num_seqs: int) -> int:
+        return sum(num_tiles(num_tokens, num_seqs, tokens) for tokens in self.tile_sizes)
+
+    def make_query_tiles(self, query_lens: list[int], seq_lens: list[int], num_tokens: int, num_seqs: int) -> Tensor:
+        lists = [tiles.make_query_tiles(query_lens, seq_lens, tokens) for tokens in self.tile_sizes]
+        if len(lists) == 1:
+            return lists[0]
+        return torch.cat([F.pad(work, (0, 0, 0, num_tiles(num_tokens, num_seqs, tokens) - len(work)), value=-1)
+                          for work, tokens in zip(lists, self.tile_sizes)])
+
+    def attention_shapes(self) -> Iterator[tuple[model.ModelConfig, Tensor]]:
+        c, heads = self.config, self.layout.heads
+        for one in sorted(set(heads)):
+            layers = [layer for layer, other in enumerate(heads) if other == one]
+            windows, ropes = ([each[i] for i in layers if each] for each in (c.sliding_windows, c.layer_ropes))
+            config = replace(c, **one._asdict(), sliding_windows=windows, layer_ropes=ropes)
+            yield config, self.pool.one_block(layers[0])
 
     def trial(self, batch: Any) -> model.Batch:
         batch = super().trial(batch)
@@ -247,7 +299,7 @@ class InGroup(model.Layer):
     """A layer that reads the tables and slots of its group."""
 
     def __init__(self, config: model.ModelConfig, index: int, modules: model.Modules) -> None:
-        super().__init__(config, index, modules)
+        super().__init__(config_of(config, index), index, modules)
         self.group = config.groups[index]
 
     def attention(self, x: Tensor, rope: Tensor | None, batch: Any, *more: Any) -> Tensor:
@@ -257,8 +309,8 @@ class InGroup(model.Layer):
 def make_manager(options: Any, runner: Any, num_blocks: int) -> tuple[Kinds, int, int]:
     """The BlockManager, the most tokens of a step, and the most tokens of a text."""
     config, size, num_blocks = runner.config, runner.block_size, runner.pool.num_small(num_blocks)
-    of_groups = [config.sliding_windows[config.groups.index(group)] if config.sliding_windows else 0
-                 for group in range(max(config.groups) + 1)]
+    of_groups = [config.sliding_windows[layer] if config.sliding_windows else 0
+                 for layer in runner.pool.layout.first_layers]
     windows = [window if window < runner.max_model_len else 0 for window in of_groups]
     most_tokens, wanted = options.max_num_batched_tokens, runner.max_model_len
     while longest_text(num_blocks, size, windows, most_tokens) < wanted and most_tokens > FEWEST_TOKENS:

@@ -1,4 +1,8 @@
 """The slots of a step's tokens in all groups, in one launch. (Six small ones of torch would cost a step 1%.)"""
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -26,6 +30,13 @@ def group_slots(tables: Tensor, positions: Tensor, slot_mapping: Tensor, query_s
         slots, tables, positions, slot_mapping, query_start_loc, len(positions), *tables.stride()[:2],
         BLOCK_SIZE=block_size, TILE=TILE, **launch_options(slots.device, in_chain=False))
     return slots
+
+
+def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
+    """For warmup.py."""
+    nothing = torch.zeros(1, dtype=torch.int32, device=r.device)
+    tables = r.rows.block_tables[:1].view(1, -1, r.rows.table_size)
+    yield partial(group_slots, tables, nothing, nothing - 1, nothing.expand(2), r.block_size)
 
 
 @jit
