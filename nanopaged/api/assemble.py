@@ -44,7 +44,7 @@ def make_runners(options: Any, config: model.ModelConfig, path: Path,
     if config.layer_heads:
         feature("kinds.device", "a model with heads of several sizes").choose(options, config)
     elif len(set(config.sliding_windows)) > 1:
-        if kinds := default_feature("kinds.device", "layers with a window, which keep all blocks,"):
+        if kinds := default_feature("kinds.device", "a text that keeps all blocks of layers with a window,"):
             kinds.choose(options, config)
     option = "tensor_parallel_size" if num_ranks > 1 else "data_parallel_size"
     devices = pick_devices(options.device, vars(options)[option], option)
@@ -128,8 +128,8 @@ def make_engines(options: Any, runners: list[Runner], pools: list[int]) -> tuple
     config, block_size, given = runners[0].config, runners[0].block_size, options.max_model_len
     limit, size = config.max_position_embeddings, min(pools) * block_size
     if config.groups:
-        kinds = feature("kinds.device", "a model with layers of several kinds")
-        size = min(kinds.make_manager(options, *pair)[2] for pair in zip(runners, pools))
+        parts = feature("kinds.device", "a model with layers of several kinds")
+        make_manager, size = parts.make_manager, parts.longest_text(options, runners[0], size)
     elif options.swap_space or widest_window(config):
         if swapping := default_feature("swapping", "a text that keeps the blocks behind a sliding window,"):
             window, make_manager = swapping.pick_window(runners[0], size), swapping.make_manager
@@ -143,9 +143,7 @@ def make_engines(options: Any, runners: list[Runner], pools: list[int]) -> tuple
             runner.step_input = parts.DraftInput
     for runner, num_blocks in zip(runners, pools):
         most_tokens = options.max_num_batched_tokens
-        if config.groups:
-            manager, most_tokens, _ = kinds.make_manager(options, runner, num_blocks)
-        elif make_manager and (window or options.swap_space):
+        if make_manager and (window or options.swap_space or config.groups):
             manager = make_manager(options, runner, num_blocks, window)
             most_tokens = manager.most_tokens  # a step's, which have to fit beside a window
         else:

@@ -92,7 +92,8 @@ ASK = dict(
 MISSED = dict(
     cascade=on_a_gpu, fused=on_a_gpu, graphs=on_a_gpu, hopper=on_a_gpu, pick=on_a_gpu, last_layer=llm, rectangles=llm,
     ray_data=None, ray_serve=None, threads=llm,
-    recovery=lambda: fail(llm()), warmup=None, swapping=lambda: llm(model=str(GOLDEN / "mistral")))
+    recovery=lambda: fail(llm()), warmup=None, kinds=lambda: llm(model=str(GOLDEN / "gemma3")),
+    swapping=lambda: llm(model=str(GOLDEN / "mistral")))
 
 
 def fail(engine):
@@ -190,7 +191,8 @@ def test_the_chapters_and_the_ring_alone(tmp_path):
 KNOWN = dict(
     beams=("beam", "beam", 15), drafts=("draft|speculat|proposer", "drafts", 25),
     grammars=("grammar|structured|masks", "grammar|structured", 25),
-    windows_and_swapping=("swap|host_(table|block)|window", "swapping", 20),
+    windows_and_swapping=("swap|host_(table|block)|window", "swapping|kinds", 20),
+    kinds_of_layers=("layer_heads|in_group|with_groups|^kinds$|attention_shapes|shape_of", "kinds", 20),
     edits=("^edit|repetition|frequency_|presence_|logit_bias|bad_words|logits_processor", "edits", 15),
     trace=("(^|_)traced?$", "trace|frames|page", 8), server=("^serv(e|er|ing|ed)(_|$)", "server|ray_.*", 8),
     router=("pools|data_parallel|^routers?$", "router|(fused_)?experts|ray_data", 12))

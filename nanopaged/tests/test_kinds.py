@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import nanopaged.features.kinds as kinds_module
 from engine import Scheduler, Status, cdiv
 from nanopaged.api.core import sequence_class
 from nanopaged.features.beam import BeamSearch
@@ -15,7 +16,7 @@ from nanopaged.features.kinds import Kinds
 from nanopaged.features.kinds.windows import Group
 from nanopaged.features.samples import Samples, SampleSequence
 from nanopaged.tests.fake_model import ARRIVALS, FakeModel, sequence
-from nanopaged.tests.helpers import NULL, check_books
+from nanopaged.tests.helpers import NULL, as_rows, check_books
 from nanopaged.tests.test_random_operations import PARAMS, RandomGrammar, RandomGroup, RandomProposer
 
 
@@ -218,6 +219,29 @@ def test_random_operations_keep_every_promise(seed):
 
 
 # ---- Hits
+
+def test_the_example_of_the_docstring():
+    """Its tables are those of this run, and its hits as well."""
+    tokens, keys, first, other, *_ = as_rows(kinds_module.__doc__, "tokens          0 1")
+    model = fake(20, windows=[6])
+    manager, prompt = model.scheduler.block_manager, list(range(50, 62))
+    seq = sequence(prompt, 3)
+    model.scheduler.add(seq)
+    model.step()
+    given_back = seq.parts["group 1"].block_table[0]
+    model.step()
+    table = seq.parts["group 1"].block_table
+    hit = manager.find_prefix(sequence(prompt))
+    assert tokens[1:] == ["0 1 2 3", "4 5 6 7", "8 9 10 11", "12"] and keys[1:] == list(map(str, manager.keys_of(hit)))
+    assert first[1:] == [*(f"block {block}" for block in seq.block_table), "Sequence.block_table",
+                         " ".join(map(str, seq.block_table))]
+    assert other[1:] == [f"(block {given_back})", *(f"block {block}" for block in table[1:]), "Part.block_table",
+                         " ".join(map(str, table))]
+    assert hit.num_tokens == 12
+    for block, num_tokens in ((table[1], 4), (given_back, 0)):
+        manager.evict(block)
+        assert manager.find_prefix(sequence(prompt)).num_tokens == num_tokens
+
 
 def tokens(model, prompt, max_new=4):
     """Run a prompt alone; the number of its tokens that were found."""

@@ -11,7 +11,7 @@ from model import AttentionMetadata
 from nanopaged import SamplingParams, kernel
 from nanopaged.features import graphs
 from nanopaged.features.kinds import device
-from nanopaged.features.kinds.device import Heads, KindsRunner, group_layers, longest_text
+from nanopaged.features.kinds.device import Heads, KindsRunner, group_layers, most_blocks
 from nanopaged.features.kinds.slots import group_slots, group_slots_reference
 from nanopaged.tests.helpers import (
     GOLDEN,
@@ -141,7 +141,7 @@ def test_the_longest_text_fits_exactly(windows, most_tokens):
         return sum(min(depth, one) for one in most)
 
     for num_blocks in range(1, 90):
-        depth = longest_text(num_blocks, 4, windows, most_tokens) // 4
+        depth = most_blocks(num_blocks, 4, windows, most_tokens)
         assert needed(depth) <= num_blocks < needed(depth + 1)
 
 

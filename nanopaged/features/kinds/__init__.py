@@ -1,35 +1,58 @@
-"""Layers of several kinds in one pool: some keep the K and V of all tokens, some those of a window.
+"""Paging for layers of several kinds: some keep the K and V of all tokens, some those of a window.
 
-In Gemma 3 five of six layers have a **sliding window**: a token attends to the last 1,024 tokens there, and older K and
-V are never read again. A block of chapter 3 holds K and V of every layer, so it has to stay for the sake of the sixth
-layer. Here layers are put into **groups**, and each group has blocks and block tables of its own.
+In Gemma 3 five of six layers have a **sliding window**: a token attends to the last 1,024 tokens there, and nobody
+reads older K and V again. But a block of chapter 3 has the K and V of every layer, so it stays for the sake of the
+sixth. Here layers are put into **groups** of layers that are alike, and each group has blocks and block tables of its
+own. What a window has left behind is given back, and the layers without a window keep what they need.
 
 **One pool.** A block has the K and V of block_size tokens in a few layers, as many as a group has. All groups take
-their blocks from one pool, with one free queue, as if each text were several texts:
+their blocks from one pool with one free queue, as if each text were several texts:
 
     Gemma 3 4B       5 layers that keep all    29 with a window of 1,024: groups of 5 5 5 5 5 4
     10,000 tokens    157 blocks of 64 tokens   6 x 17 blocks: 259 in all (if all groups kept all: 7 x 157 = 1,099)
 
-So nothing decides beforehand how much memory each kind of layer gets, and what was used longest ago is reused first,
-whoever used it.
+So nothing decides beforehand how much memory each kind of layer gets. Many short texts fill the pool with blocks of all
+groups, and a few long ones with blocks of layers that keep all. What was used longest ago is reused first, whoever used
+it. Layers that keep all may need several groups, too (device.py, `group_layers`): their blocks have equal lifetimes.
 
-**One index.** The BlockManager of chapter 3 has the first group, whose layers keep all. Its prefix keys stand for
-beginnings of texts, and the other groups store what they keep under the same keys. A text of 14 tokens, block_size 4,
-window 6:
+**One index.** The BlockManager of chapter 3 has the first group. Its **prefix keys** stand for beginnings of texts,
+whoever keeps something of them, and the other groups store their blocks under the same keys. In an empty pool with
+block_size 4, a prompt of 12 tokens and one more token, group 1 with a window of 6:
 
-    tokens          0  1  2  3   4  5  6  7   8  9 10 11  12 13
-    prefix keys               1            2            3
-    first group     block 5      block 2      block 7      block 3      Sequence.block_table       5  2  7  3
-    group 1         given back   block 1      block 0      block 4      Part.block_table          -1  1  0  4
+    tokens          0 1 2 3      4 5 6 7      8 9 10 11    12
+    prefix key              1            2            3
+    first group     block 0      block 1      block 2      block 6      Sequence.block_table    0 1 2 6
+    group 1         (block 3)    block 4      block 5      block 7      Part.block_table        -1 4 5 7
 
-The token at position 13 attends to the positions 8 to 13 in group 1, so block 1 is given back at the next step, when 9
-is the first position that is needed. A block that was given back keeps its key until it is reused. A new text that
-begins with the same 12 tokens finds the keys 1, 2, 3, as in chapter 3. Then each group says from which of them it can
-go on: at key 3 the next position is 12, and a window of 6 begins at 7, in block 1. The deepest key that suits all
-groups is the hit. Had block 1 been reused, no key would suit: key 2 wants the block of the tokens 0 to 3 as well.
+The token at position 12 attends to the positions 7 to 12 in group 1, so block 3 was given back before its step. It
+keeps its key until it is reused. Now a text comes that begins with the same 12 tokens. It finds the keys 1, 2 and 3, as
+in chapter 3, and then each group says after which of them it can go on:
 
-**What a Kind is.** The index does not know what a kind of layer keeps. It asks each one to find, extend and give back,
-as `Kind` says. Groups with K and V are in windows.py, and the device's side is in device.py.
+    after key 3     the next position is 12, its window begins at 7       group 1 needs the blocks 4 and 5
+    after key 2     the next position is 8, its window begins at 3        the blocks 3 and 4
+    after key 1     the next position is 4, its window begins at 0        the block 3
+
+The hit is the deepest key that suits all groups: key 3, so all 12 tokens are found. Had block 4 been reused meanwhile,
+it would be key 1, and without block 3 there would be no hit. The tokens from there on are computed in all layers, also
+where the first group has them, and then the windows can be found again.
+
+**Which windows stay.** A text that goes on gives back a block for each block_size tokens and group, and soon these
+would be all that the free queue has. But other texts are likely to go on from two places only: where this text has
+parted from earlier ones, and where its prompt ends. The windows before these keep their turn in the queue, and other
+blocks that are given back are reused first (windows.py). So the next turn of a chat, or the same question to the same
+document, finds its beginning however long the answers are.
+
+**Room.** A step extends all tables of a text or none, and what it needs is counted exactly, so that no text is
+preempted for a block that nobody takes. Admission adds up what all groups need for the tokens that the text has: each
+alone would let in too many. max_model_len is what fits beside the windows of all groups, so every text can run alone.
+
+**Samples, beams, drafts.** A fork shares the blocks of all groups. A sample that starts late, when its parent's window
+has moved on, starts as a new request with its prompt would. Drafts extend all tables and give nothing back, because the
+last token of their step still attends to the whole window.
+
+**Other kinds.** The index does not know what a kind of layer keeps. It asks each one to find, extend and give back, as
+`Kind` says. A kind may keep something else than blocks, in a place of its own, as long as it stores it under the
+index's keys.
 """
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -96,6 +119,7 @@ class Parts(dict[str, Part]):
 
 class Kinds(engine.BlockManager):
     """The pool, the index with the first group's blocks, and the other kinds."""
+    most_tokens: int  # of a step
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
         super().__init__(num_blocks, block_size, enable_prefix_caching)

@@ -306,33 +306,45 @@ class InGroup(model.Layer):
         return super().attention(x, rope, batch.groups[self.group], *more)
 
 
-def make_manager(options: Any, runner: Any, num_blocks: int) -> tuple[Kinds, int, int]:
-    """The BlockManager, the most tokens of a step, and the most tokens of a text."""
-    config, size, num_blocks = runner.config, runner.block_size, runner.pool.num_small(num_blocks)
-    of_groups = [config.sliding_windows[layer] if config.sliding_windows else 0
-                 for layer in runner.pool.layout.first_layers]
-    windows = [window if window < runner.max_model_len else 0 for window in of_groups]
-    most_tokens, wanted = options.max_num_batched_tokens, runner.max_model_len
-    while longest_text(num_blocks, size, windows, most_tokens) < wanted and most_tokens > FEWEST_TOKENS:
-        most_tokens //= 2  # the blocks of a step's tokens have to fit beside a window, in each group
-    longest = longest_text(num_blocks, size, windows, most_tokens)
-    if options.max_model_len and longest < options.max_model_len:
-        raise ValueError(f"max_model_len {options.max_model_len} is more than the {longest} tokens of a text that fit "
-                         f"into the pool, {num_blocks} blocks of {size} tokens for {len(windows)} groups of layers; "
-                         "lower it or give the pool more memory")
-    manager = Kinds(num_blocks, size, options.enable_prefix_caching)
+def make_manager(options: Any, runner: Any, num_blocks: int, _: int) -> Kinds:
+    windows, num_blocks, most_tokens, _ = fit(options, runner, num_blocks)
+    manager = Kinds(num_blocks, runner.block_size, options.enable_prefix_caching)
+    manager.most_tokens = most_tokens
     manager.kinds = {f"group {number}": Group(manager, f"group {number}", window, most_tokens)
                      for number, window in enumerate(windows) if number}
-    return manager, most_tokens, longest
+    return manager
 
 
-def longest_text(num_blocks: int, block_size: int, windows: list[int], most_tokens: int) -> int:
-    """The most tokens of a text in a pool of num_blocks blocks."""
+def longest_text(options: Any, runner: Any, size: int) -> int:
+    """The most tokens of a text, in a pool of `size` tokens of every layer. ValueError: max_model_len is more."""
+    windows, num_blocks, _, longest = fit(options, runner, size // runner.block_size)
+    if (given := options.max_model_len) and longest < given:
+        raise ValueError(f"max_model_len {given} is more than the {longest} tokens of a text that fit into the pool, "
+                         f"{num_blocks} blocks of {runner.block_size} tokens for {len(windows)} groups of layers; "
+                         "lower it or give the pool more memory")
+    return longest
+
+
+def fit(options: Any, runner: Any, num_blocks: int) -> tuple[list[int], int, int, int]:
+    """(each group's window, the pool's blocks, the most tokens of a step, the most of a text). In each group a step's
+    tokens need blocks beside a window, so a step has fewer tokens if longer texts are wanted than would fit then."""
+    num_blocks, most_tokens = runner.pool.num_small(num_blocks), options.max_num_batched_tokens
+    of_layers = runner.config.sliding_windows or [0] * runner.config.num_layers
+    windows = [0] + [of_layers[layer] for layer in runner.pool.layout.first_layers[1:]]  # the index keeps all
+    windows = [window if window < runner.max_model_len else 0 for window in windows]
+    while True:
+        longest = most_blocks(num_blocks, runner.block_size, windows, most_tokens) * runner.block_size
+        if longest >= runner.max_model_len or most_tokens <= FEWEST_TOKENS:
+            return windows, num_blocks, most_tokens, longest
+        most_tokens //= 2
+
+
+def most_blocks(num_blocks: int, block_size: int, windows: list[int], most_tokens: int) -> int:
+    """The blocks of a text in each group that keeps all, at most."""
     most = [max_blocks(window, most_tokens, block_size) for window in windows]
     depth = num_blocks // len(windows)
     while sum(min(depth + 1, one) for one in most) <= num_blocks:
-        # As many more as leave the groups that grow with the text enough.
-        growing = sum(depth < one for one in most)
+        growing = [one - depth for one in most if depth < one]  # groups that grow with the text, and how far
         left = num_blocks - sum(min(depth, one) for one in most)
-        depth += max(1, int(min(left // growing, *(one - depth for one in most if one > depth))))
-    return depth * block_size
+        depth += max(1, int(min(left // len(growing), *growing, 2**40)))
+    return depth
