@@ -15,7 +15,7 @@ from nanopaged.device.runner import Runner
 from nanopaged.device.trial import allocate_pool
 from nanopaged.options import default_feature, feature
 from nanopaged.tiles import has_dependent_launch, widest_window
-from nanopaged.weights.build import as_checkpoint, random_tensors
+from nanopaged.weights.build import as_checkpoint, random_tensors, unmerge
 from nanopaged.weights.checkpoint import find_on_disk, read_ordinary
 
 
@@ -111,7 +111,9 @@ def read(options: Any, config: model.ModelConfig, path: Path, runner: Runner) ->
         tensors = feature("fp8", "a checkpoint in FP8").read_weights(path, config.fp8, runner.fp8, runner.device)
     else:
         tensors = read_ordinary(path)
-    return feature("fp8", "quantization").in_fp8(tensors, runner.device) if runner.fp8 else tensors
+    if runner.fp8:  # with the names that say which matrices are cut
+        return feature("fp8", "quantization").in_fp8(unmerge(tensors, config), runner.device)
+    return tensors
 
 
 def load(runner: Runner, options: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:

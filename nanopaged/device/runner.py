@@ -26,8 +26,9 @@ of them in nanopaged/features, replace plain ones. `enforce_eager` keeps the pla
     Pool, Rows, BlockManager  ones for groups of layers (kinds)                   windows in some layers
     one scheduler and engine  one of each for each GPU (router.py)                data_parallel_size
 
-The pool (pool.py) has the blocks that fit into 90% of the card, less what is in use and the peak of a trial step, twice
-with a lookahead; on a CPU 1 GiB at most (trial.py). What else requests ask for: edits.py, grammar.py, logprobs.py.
+The pool (pool.py) has the blocks that fit into 90% of the card, less what is in use and the peak of a trial step (twice
+with recorded steps, which have memory of their own); on a CPU 1 GiB at most (trial.py). What else requests ask for:
+edits.py, grammar.py, logprobs.py.
 """
 import gc
 from collections.abc import Iterable, Sequence
@@ -98,7 +99,7 @@ class Runner:
         self.rows = self._make_rows()
         self.send = partial(transfer.send, device)
         self.logits_steps: dict[type, Any] = {}  # see logits.py
-        self.step_kinds: dict[type[LaunchedStep], None] = {}  # see `extend_steps`
+        self.step_kinds: dict[type[LaunchedStep], None] = {}  # an ordered set, see `extend_steps`
         self.compiling: list[Future] = []  # Triton's kernels (features/warmup.py)
 
     def _make_rows(self) -> Rows:
@@ -136,7 +137,7 @@ class Runner:
 
     @cached_property
     def tokens_per_tile(self) -> int:
-        """Of prefill. It may depend on what compiles, so nothing asks for it before that."""
+        """Query tokens of a prefill tile. Hopper's kernel may fail to compile, so nothing reads it before it has."""
         c = self.config
         return self.kernels.tokens_per_tile(c.num_heads // c.num_kv_heads, c.head_dim, self.block_size, self.dtype,
                                             self.kv_dtype, self.device)
@@ -160,7 +161,7 @@ class Runner:
         inputs = self.make_batch(sent, logits_indices, places, metadata)
         with self.interruptible():
             logits = self.model(inputs, self.kv_cache, self.kernels)
-        if not batch.sampling_places:
+        if not batch.sampling_places:  # no tokens
             return ForwardPass(partial(torch.empty, 0, dtype=torch.int64, device=self.device), logits)
         rows, seq_lens = sent.rows.index_select(0, places), sent.seq_lens.index_select(0, places)
         return ForwardPass(partial(self.sample, logits[:len(places)], rows, seq_lens, needs), logits)
@@ -181,7 +182,7 @@ class Runner:
                            sent.query_start_loc, logits_indices, sampling_places, metadata)
 
     def sample(self, logits: Tensor, rows: Tensor, positions: Tensor, needs: SamplingNeeds) -> Tensor:
-        """One token for each logit row, -1 if that is unusable. The token (0 in place of -1) becomes the last token of
+        """One token for each logit row, -1 if none can be drawn. The token (0 in place of -1) becomes the last token of
         its sequence. rows: the batch rows of the sequences; positions: their lengths, which are the positions of the
         drawn tokens."""
         for change, plan in needs.plans:
@@ -189,7 +190,7 @@ class Runner:
         tokens = sample(logits, self.rows.settings.index_select(0, rows), positions, needs, self.pick)
         usable = tokens.clamp(min=0)
         self.rows.last_tokens.index_copy_(0, rows.long(), usable.int())
-        for change, plan in needs.plans:  # the last thing that can fail: a step whose sampling failed may draw again
+        for change, plan in needs.plans:  # last, so that a step whose sampling failed can be sampled again
             change.drew(usable, plan, rows)
         return tokens
 

@@ -35,7 +35,7 @@ from itertools import islice
 from typing import Any, Protocol
 
 from nanopaged import engine
-from nanopaged.device.step_input import Place, StepInput
+from nanopaged.device.step_input import Part, StepInput
 from nanopaged.inputs import check_kind, check_number
 from nanopaged.outputs import RequestMetrics
 from nanopaged.sampling_params import SamplingParams
@@ -219,9 +219,9 @@ class DraftInput(StepInput):
     """A step with drafts: a sequence's last token and its drafts have a place each."""
 
     @staticmethod
-    def places_of(step: engine.SchedulerOutput) -> list[Place]:
-        places = list[Place]()
-        for seq, num_tokens, end in StepInput.places_of(step):
+    def parts_of(step: engine.SchedulerOutput) -> list[Part]:
+        places = list[Part]()
+        for seq, num_tokens, end in StepInput.parts_of(step):
             if drafts_of(seq):
                 places += [(seq, 1, seq_len) for seq_len in range(end - num_tokens + 1, end + 1)]
             else:

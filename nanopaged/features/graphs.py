@@ -109,9 +109,10 @@ class GraphRunner(Runner):
         most_seqs = max(shape.num_seqs for shape in shapes)
         most = max(shape for shape in shapes if not shape.num_tiles)
         largest = {min(shapes), max(shapes), most}
+        most_entries = self.cascade.rooms[-1] if self.cascade else 0
         if self.cascade:  # its sums of splits take memory, too
-            largest.add(most._replace(num_entries=self.cascade.rooms[-1], cascade_columns=self.cascade.widest))
-        most_ints = max(sum(shape.layout) for shape in largest.union(shapes))
+            largest.add(most._replace(num_entries=most_entries, cascade_columns=self.cascade.widest))
+        most_ints = max(sum(shape._replace(num_entries=most_entries).layout) for shape in shapes)
         self.graph_input = torch.zeros(most_ints, dtype=torch.int32, device=self.device)
         self.graph_logits = torch.empty(most_seqs, self.config.vocab_size, dtype=self.dtype, device=self.device)
         self.graph_memory: Any = None  # of all recordings

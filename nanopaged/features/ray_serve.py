@@ -10,7 +10,8 @@ import asyncio
 import os
 from typing import Any
 
-from nanopaged.options import feature, read_words
+from nanopaged.features.ray_words import read_words
+from nanopaged.options import feature
 
 try:
     from ray import serve

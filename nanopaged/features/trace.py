@@ -17,10 +17,11 @@ import re
 import sys
 import unicodedata
 from collections.abc import Callable
-from typing import Any
+from contextlib import closing
+from typing import Any, ContextManager
 
+from nanopaged.cli.status import counted
 from nanopaged.features.frames import NULL, Frame, Frames
-from nanopaged.progress import counted
 
 LABEL, WIDTH = 14, 100  # columns of a line's label, and of a line
 MOST = 10  # lines of a kind in one step
@@ -60,6 +61,11 @@ JOINED = "slid_out", "taken", "drafted", "sampled"  # events of these kinds shar
 BOLD, RED, GREEN, YELLOW, CYAN = 1, 31, 32, 33, 36  # in a terminal's escape sequences
 COLORS = {"found": GREEN, "registered": GREEN, "swapped in": GREEN, "copied": YELLOW, "evicted": RED, "preempted": RED,
           "undone": RED, "sampled": CYAN}  # label -> its colour
+
+
+def prepare(args: Any) -> Callable[[Any], ContextManager]:
+    """For the command line, with --trace: the result prints what an LLM does meanwhile."""
+    return lambda llm: closing(Trace(llm))
 
 
 class Trace:

@@ -26,7 +26,8 @@ DEVICE = "cuda" if CUDA else "cpu"
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "nanopaged" / "golden"
 BUNDLED = ROOT / "nanopaged" / "shakespeare"
-MIXTURES = ["granite-moe", "granite-moe-shared", "mixtral", "olmoe", "qwen3-moe"]  # of experts, among the goldens
+MIXTURES = ["granite-moe", "granite-moe-shared", "mixtral", "mixtral-stacked", "olmoe", "qwen3-moe",
+            "qwen3-vl-moe"]  # of experts, among the goldens
 NULL = -1  # in a block table: a block that left the sliding window
 needs_kernel = pytest.mark.skipif(
     optional_triton.triton is None or not (CUDA or optional_triton.INTERPRETED),
@@ -217,6 +218,26 @@ def rewritten(tmp_path, variant, change):
     torch.save(change({name: tensor.clone() for name, tensor in read_tensors(GOLDEN / variant)}),
                tmp_path / "pytorch_model.bin")
     return str(tmp_path)
+
+
+def stack_experts(tensors, is_turned=False):
+    """A mixture's tensors with all experts' matrices of a layer in two, as transformers 5 names them. is_turned:
+    [experts, in, out]"""
+    layers, result = {}, {}
+    for name, tensor in tensors.items():
+        for old, new in (("router.layer.", "router."), ("moe.input_linear.weight", "moe.experts.gate_up_proj"),
+                         ("moe.output_linear.weight", "moe.experts.down_proj")):  # of Granite
+            name = name.replace(old, new)
+        found = re.fullmatch(r"(.*\.experts\.)\d+\.(gate|up|down)_proj\.weight", name)
+        if found:  # in the order of the experts
+            layers.setdefault(found[1], {}).setdefault(found[2], []).append(tensor)
+        else:
+            result[name] = tensor
+    for name, experts in layers.items():
+        gate, up, down = (torch.stack(experts[part]) for part in ("gate", "up", "down"))
+        result |= {f"{name}gate_up_proj": torch.cat([gate, up], 1), f"{name}down_proj": down}
+    return {name: tensor.transpose(1, 2).contiguous() if is_turned and tensor.dim() == 3 else tensor
+            for name, tensor in result.items()}
 
 
 # ---- mixed requests, whose texts do not depend on how an engine is built

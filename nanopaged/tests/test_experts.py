@@ -1,5 +1,5 @@
 """Mixtures of experts: the kernels, what is special about loading them, and their logits and texts. (Tests of drafts,
-cascades and recorded steps go over all golden checkpoints, of which five are mixtures.)"""
+cascades and recorded steps go over all golden checkpoints, of which seven are mixtures.)"""
 import json
 
 import pytest
@@ -21,10 +21,12 @@ from nanopaged.tests.helpers import (
     needs_kernel,
     prompt_logits,
     relative_error,
+    stack_experts,
     use_modules,
 )
 from nanopaged.tests.pretended import PlainKernels, fp8_weight
 from nanopaged.tests.test_fp8 import keeps, kept, pretends  # noqa: F401
+from nanopaged.weights.build import as_checkpoint
 
 TYPES = [torch.float32, torch.float16, *([torch.bfloat16] if CUDA else [])]  # the interpreter lies about bfloat16
 
@@ -121,7 +123,7 @@ def test_all_experts_have_one_tensor():
 def test_experts_in_8_bits(tmp_path, variant, keeps):  # noqa: F811
     """All matrices but the routers."""
     config = json.loads((GOLDEN / variant / "config.json").read_text()) | dict(
-        hidden_size=64, num_attention_heads=8, intermediate_size=48, moe_intermediate_size=32,
+        hidden_size=64, num_attention_heads=8, intermediate_size=48, moe_intermediate_size=48,
         shared_intermediate_size=16)
     (tmp_path / "config.json").write_text(json.dumps(config))
     options = dict(load_format="dummy", dtype="float32", device=DEVICE, num_blocks=64)
@@ -136,6 +138,12 @@ def test_experts_in_8_bits(tmp_path, variant, keeps):  # noqa: F811
         for name, tensor in kept(llm).items():
             assert relative_error(tensor, expected[name]) < 0.03
         assert relative_error(prompt_logits(llm, PROMPT), prompt_logits(plain, PROMPT)) < 0.1
+    # One tensor with all experts' matrices as [experts, in, out] is turned before its rows get their scales.
+    tensors = dict(as_checkpoint(plain.runner.model.named_parameters(), plain.config))
+    torch.save(stack_experts(tensors, is_turned=True), tmp_path / "pytorch_model.bin")
+    stacked = LLM(str(tmp_path), quantization="fp8", enforce_eager=True, **options | dict(load_format="auto"))
+    for name, tensor in kept(stacked).items():
+        assert relative_error(tensor, expected[name]) < 0.03
 
 
 @pytest.mark.parametrize("variant", MIXTURES)

@@ -80,18 +80,21 @@ ASK = dict(
     batch=command("--prompts", "x.txt"), beam=lambda: llm().beam_search("O", nanopaged.BeamSearchParams(2, 2)),
     chat_template=lambda: llm().chat([{"role": "user", "content": "Hi"}]), conversation=converse,
     drafts=command(*PROMPT, "--speculate", "3"), edits=ask(presence_penalty=1), fp8=lambda: llm(quantization="fp8"),
-    experts=lambda: llm(model=str(GOLDEN / "mixtral")), fused_experts=experts_on_a_gpu,
+    fp8_cache=lambda: llm(kv_cache_dtype="fp8"), experts=lambda: llm(model=str(GOLDEN / "mixtral")),
+    fused_experts=experts_on_a_gpu,
     structured=ask(structured_outputs=dict(regex="a+")),
     frames=command(*PROMPT, "--trace"), grammar=ask(structured_outputs=dict(regex="a+")),
     hub=command("--model", "org/name", *PROMPT), huggingface=lambda: load_tokenizer(GOLDEN / "tokenizers" / "llama2"),
-    logprobs=ask(logprobs=1), page=command(*PROMPT, "--trace", os.devnull + ".html"), router=command(
-        *PROMPT, "--data-parallel-size", "2"), samples=command(*PROMPT, "-n", "2"),
+    logprobs=ask(logprobs=1), page=command(*PROMPT, "--trace", os.devnull + ".html"),
+    progress=command(*PROMPT, "--prompt", "JULIET:"), router=command(*PROMPT, "--data-parallel-size", "2"),
+    samples=command(*PROMPT, "-n", "2"),
     sandbox=lambda: llm().chat([{"role": "user", "content": "Hi"}], chat_template="x"),
-    server=command("--serve", "--port", "0"), swapping=command(*PROMPT, "--swap-space", "0.01"),
+    query_scale=lambda: llm(model=str(GOLDEN / "ministral3")), server=command("--serve", "--port", "0"),
+    swapping=command(*PROMPT, "--swap-space", "0.01"),
     stop=ask(stop="a"), tensor_parallel=lambda: llm(tensor_parallel_size=2), trace=command(*PROMPT, "--trace"))
 MISSED = dict(
     cascade=on_a_gpu, fused=on_a_gpu, graphs=on_a_gpu, hopper=on_a_gpu, pick=on_a_gpu, last_layer=llm, rectangles=llm,
-    ray_data=None, ray_serve=None, threads=llm,
+    ray_data=None, ray_serve=None, ray_words=None, threads=llm,
     recovery=lambda: fail(llm()), warmup=None, kinds=lambda: llm(model=str(GOLDEN / "gemma3")),
     swapping=lambda: llm(model=str(GOLDEN / "mistral")))
 
@@ -192,7 +195,7 @@ KNOWN = dict(
     beams=("beam", "beam", 15), drafts=("draft|speculat|proposer", "drafts", 25),
     grammars=("grammar|structured|masks", "grammar|structured", 25),
     windows_and_swapping=("swap|host_(table|block)|window", "swapping|kinds", 20),
-    kinds_of_layers=("layer_heads|in_group|with_groups|^kinds$|attention_shapes|shape_of", "kinds", 20),
+    kinds_of_layers=("layer_heads|with_groups|attention_shapes|shape_of|num_query_tiles", "kinds", 16),
     edits=("^edit|repetition|frequency_|presence_|logit_bias|bad_words|logits_processor", "edits", 15),
     trace=("(^|_)traced?$", "trace|frames|page", 8), server=("^serv(e|er|ing|ed)(_|$)", "server|ray_.*", 8),
     router=("pools|data_parallel|^routers?$", "router|(fused_)?experts|ray_data", 12))
