@@ -90,6 +90,7 @@ SHORTAGES = [{}, dict(max_num_batched_tokens=7), dict(max_num_seqs=2, max_num_ba
 
 @pytest.mark.parametrize("variant, options", [
     *(("qwen3", options) for options in SHORTAGES), ("gpt2", SHORTAGES[3]), ("mistral", SHORTAGES[1]),
+    ("gemma3-groups", SHORTAGES[1]), ("qwen2-groups", dict(num_blocks=12, block_size=8)),
     *((variant, {}) for variant in ("gpt2", "mistral", "phi3", "smollm3", "olmo3", "gemma3", "qwen3-moe", "olmoe",
                                  "granite-moe-shared"))], ids=str)
 def test_outputs_of_replayed_steps(monkeypatch, variant, options):

@@ -16,7 +16,8 @@ bytes into parts of another size.
 the slots of its tokens in all groups. The sizes do not change, so a step can be recorded.
 """
 import math
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -26,14 +27,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanopaged import engine, model, tiles
-from nanopaged.device import transfer
-from nanopaged.device.pool import GIB, Pool
+from nanopaged.device.pool import Pool
 from nanopaged.device.rows import Rows
 from nanopaged.device.runner import Runner, StepTensors
 from nanopaged.features.kinds import Kinds
 from nanopaged.features.kinds.slots import group_slots, group_slots_reference
 from nanopaged.features.kinds.windows import Group, max_blocks
-from nanopaged.weights.build import host_memory
 
 TABLE_COST = 0.02  # of a group: as much as so much more memory
 FEWEST_TOKENS = 512  # of a step, as long as a text might fit better with fewer
@@ -112,8 +111,8 @@ def group_layers(layers: list[Any]) -> list[int]:
 
 
 class Layout:
-    """How layers share blocks. part_bytes[g]: of one layer's K, or V, in a block, of group g; num_parts[g]: such parts
-    in a block; places[i]: of layer i in its group"""
+    """How layers share blocks. places[i]: of layer i in its group; first_layers[g]: of group g; num_parts[g]: the K and
+    V of a layer of group g that a block has room for"""
 
     def __init__(self, config: model.ModelConfig, block_size: int, dtype: torch.dtype):
         self.groups, self.heads, self.num_groups = config.groups, heads_of(config), max(config.groups) + 1
@@ -135,11 +134,11 @@ class Layout:
 
 class KindsPool(Pool):
     """A pool whose blocks serve all groups. Its size is given in blocks as of other models, of every layer."""
+    block_dim = 0
 
     def __init__(self, layout: Layout, device: torch.device):
         self.layout = layout
-        heads = layout.heads[0]
-        super().__init__(len(layout.groups), (layout.block_size, *heads), layout.dtype, device)
+        super().__init__(len(layout.groups), (layout.block_size, *layout.heads[0]), layout.dtype, device)
 
     @property
     def block_bytes(self) -> int:
@@ -150,29 +149,15 @@ class KindsPool(Pool):
 
     def num_small(self, num_blocks: int) -> int:
         """The number of the pool's blocks in the memory of num_blocks blocks of every layer."""
-        return num_blocks * self.block_bytes // self.layout.block_bytes
+        return max(self.layout.num_groups, num_blocks * self.block_bytes // self.layout.block_bytes)
 
     def allocate(self, num_blocks: int) -> Any:
         """The K and V cache of each layer."""
         layout = self.layout
-        try:
-            if self.device.type == "cpu" and num_blocks * self.block_bytes > host_memory():
-                raise RuntimeError
-            pool = torch.empty(self.num_small(num_blocks) * layout.block_bytes, dtype=torch.uint8, device=self.device)
-        except (RuntimeError, TypeError):
-            raise self.no_memory(num_blocks) from None
-        self.blocks = pool.view(-1, layout.block_bytes)
-        parts = [pool.view(layout.dtype).view(-1, *self.shape_of(layer)) for layer in range(self.num_layers)]
+        pool = self._empty(num_blocks, self.num_small(num_blocks), layout.block_bytes // layout.dtype.itemsize)
+        self.blocks = pool.view(torch.uint8)
+        parts = [pool.view(-1, *self.shape_of(layer)) for layer in range(self.num_layers)]
         return [(of_layer[2 * place:], of_layer[2 * place + 1:]) for of_layer, place in zip(parts, layout.places)]
-
-    def no_memory(self, num_blocks: int) -> ValueError:
-        return ValueError(f"a pool of {num_blocks} blocks needs {num_blocks * self.block_bytes / GIB:.2f} GiB, "
-                          f"which {self.device} does not have; lower num_blocks or block_size")
-
-    def move(self, step: engine.SchedulerOutput) -> None:
-        if step.copies:
-            sources, copies = transfer.send(self.device, [list(blocks) for blocks in zip(*step.copies)])
-            self.blocks.index_copy_(0, copies.long(), self.blocks.index_select(0, sources))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -289,10 +274,8 @@ class KindsRunner(Runner):
 
 def with_groups(modules: model.Modules) -> model.Modules:
     """The modules, with layers that read what their group has of a batch."""
-    def in_group(kind: Any) -> Callable[..., model.Layer]:
-        made = type(f"{kind.__name__}InGroup", (InGroup, kind), {})
-        return lambda c, index, modules: made(c, index, modules)
-    return modules._replace(layer=in_group(modules.layer), last_layer=in_group(modules.last_layer))
+    layers = (type(f"{kind.__name__}InGroup", (InGroup, kind), {}) for kind in (modules.layer, modules.last_layer))
+    return modules._replace(**dict(zip(("layer", "last_layer"), layers)))
 
 
 class InGroup(model.Layer):
@@ -342,9 +325,4 @@ def fit(options: Any, runner: Any, num_blocks: int) -> tuple[list[int], int, int
 def most_blocks(num_blocks: int, block_size: int, windows: list[int], most_tokens: int) -> int:
     """The blocks of a text in each group that keeps all, at most."""
     most = [max_blocks(window, most_tokens, block_size) for window in windows]
-    depth = num_blocks // len(windows)
-    while sum(min(depth + 1, one) for one in most) <= num_blocks:
-        growing = [one - depth for one in most if depth < one]  # groups that grow with the text, and how far
-        left = num_blocks - sum(min(depth, one) for one in most)
-        depth += max(1, int(min(left // len(growing), *growing, 2**40)))
-    return depth
+    return bisect_right(range(num_blocks + 1), num_blocks, key=lambda depth: sum(min(depth, one) for one in most)) - 1
