@@ -240,6 +240,8 @@ class BlockManager:
             table += [self._pop_free_block() for _ in range(num_new)]
         return True
 
+    extend = allocate  # without giving blocks back, which an `allocate` with windows does; for drafts
+
     def _make_own(self, seq: Sequence, index: int) -> None:
         """Let nobody else read what the sequence will write into this block of its table."""
         block = seq.block_table[index]
@@ -325,6 +327,10 @@ class BlockManager:
                 block, prefix_key = found
                 blocks.append(block)
         return PrefixHit(blocks, len(blocks) * size, prefix_key, len(blocks))
+
+    def fork(self, parent: Sequence, child: Sequence, hit: PrefixHit) -> None:
+        """Start a sequence with blocks that another one holds (samples.py, beam.py)."""
+        self.start(child, hit)
 
     # ---- single blocks
 

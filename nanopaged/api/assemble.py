@@ -41,6 +41,11 @@ def make_runners(options: Any, config: model.ModelConfig, path: Path,
     first GPUs, with the weights of the first; with tensor_parallel_size that of the first GPU, with a worker process
     for each other one."""
     num_ranks, fp8 = options.tensor_parallel_size, False
+    if config.layer_heads:
+        feature("kinds.device", "a model with heads of several sizes").choose(options, config)
+    elif len(set(config.sliding_windows)) > 1:
+        if kinds := default_feature("kinds.device", "a text that keeps all blocks of layers with a window,"):
+            kinds.choose(options, config)
     option = "tensor_parallel_size" if num_ranks > 1 else "data_parallel_size"
     devices = pick_devices(options.device, vars(options)[option], option)
     if options.quantization or config.fp8:
@@ -49,6 +54,8 @@ def make_runners(options: Any, config: model.ModelConfig, path: Path,
     runners: list[Runner] = []
     for device in devices[:1] if num_ranks > 1 else devices:
         kind, kernels, modules = pick_runner(options, device)
+        if config.groups:
+            kind = runner_class([feature("kinds.device", "a model with layers of several kinds").KindsRunner, kind])
         if fp8:
             modules = feature("fused", "quantization").with_fp8(modules)
         parts: Any = config, options, device, kernels, modules, fp8, num_more_rows
@@ -122,7 +129,10 @@ def make_engines(options: Any, runners: list[Runner], pools: list[int]) -> tuple
     engines, make_scheduler, make_manager, window = [], engine.Scheduler, None, 0
     config, block_size, given = runners[0].config, runners[0].block_size, options.max_model_len
     limit, size = config.max_position_embeddings, min(pools) * block_size
-    if options.swap_space or widest_window(config):
+    if config.groups:
+        parts = feature("kinds.device", "a model with layers of several kinds")
+        make_manager, size = parts.make_manager, parts.longest_text(options, runners[0], size)
+    elif options.swap_space or widest_window(config):
         if swapping := default_feature("swapping", "a text that keeps the blocks behind a sliding window,"):
             window, make_manager = swapping.pick_window(runners[0], size), swapping.make_manager
     if given is not None and size < given and not window:
@@ -135,7 +145,7 @@ def make_engines(options: Any, runners: list[Runner], pools: list[int]) -> tuple
             runner.step_input = parts.DraftInput
     for runner, num_blocks in zip(runners, pools):
         most_tokens = options.max_num_batched_tokens
-        if make_manager and (window or options.swap_space):
+        if make_manager and (window or options.swap_space or config.groups):
             manager = make_manager(options, runner, num_blocks, window)
             most_tokens = manager.most_tokens  # a step's, which have to fit beside a window
         else:

@@ -162,9 +162,11 @@ def _load(args, llm_class):
     llm = (llm_class or _import_llm())(args.model, **options)
     runners, pool = llm.runners, llm.scheduler.block_manager
     devices = ", ".join(dict.fromkeys(str(runner.device) for runner in runners))
+    groups = max(llm.config.groups, default=0) + 1  # of layers (features/kinds)
+    groups = f" for {groups} groups of layers" if groups > 1 else ""
     pools = f"{len(runners)} pools, together" if len(runners) > 1 else "pool of"
     say(fold(f"{args.model} on {devices} ({str(llm.runner.dtype).removeprefix('torch.')}), {pools} "
-             f"{counted(pool.num_blocks, 'block')} of {counted(pool.block_size, 'token')}, "
+             f"{counted(pool.num_blocks, 'block')} of {counted(pool.block_size, 'token')}{groups}, "
              f"loaded in {time.perf_counter() - started:.1f} s"))
     return llm
 

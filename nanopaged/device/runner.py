@@ -23,6 +23,7 @@ of them in nanopaged/features, replace plain ones. `enforce_eager` keeps the pla
     Runner                    one that computes a part of the model               tensor_parallel_size (parallel.py)
     StepInput, Scheduler      ones with drafts (drafts.py)                        speculative_config
     Pool, BlockManager        ones with a host pool and a window (swapping.py)    swap_space; a model with a window
+    Pool, Rows, BlockManager  ones for groups of layers (kinds)                   windows in some layers
     one scheduler and engine  one of each for each GPU (router.py)                data_parallel_size
 
 The pool (pool.py) has the blocks that fit into 90% of the card, less what is in use and the peak of a trial step (twice
@@ -168,7 +169,7 @@ class Runner:
     def metadata(self, query_lens: list[int], seq_lens: list[int]) -> model.AttentionMetadata:
         query_tiles = None
         if self.kernels.in_triton:
-            work = kernel.make_query_tiles(query_lens, seq_lens, self.tokens_per_tile)
+            work = self.make_query_tiles(query_lens, seq_lens, sum(query_lens), len(query_lens))
             query_tiles = transfer.to_device(self.device, work)
         return model.AttentionMetadata(max(query_lens), max(seq_lens), query_lens.count(1), query_tiles)
 
@@ -194,6 +195,18 @@ class Runner:
         return tokens
 
     # ---- for subclasses, which have more to do here
+
+    def num_query_tiles(self, num_tokens: int, num_seqs: int) -> int:
+        """The most entries of prefill's work list for a step of this size."""
+        return num_tokens // self.tokens_per_tile + num_seqs
+
+    def make_query_tiles(self, query_lens: list[int], seq_lens: list[int], num_tokens: int, num_seqs: int) -> Tensor:
+        """The work list of a step, which may be padded to this size."""
+        return kernel.make_query_tiles(query_lens, seq_lens, self.tokens_per_tile)
+
+    def attention_shapes(self) -> Iterable[tuple[model.ModelConfig, Tensor]]:
+        """A config for each size of heads, and a block of such a layer's K, or V."""
+        return [(self.config, self.pool.one_block())]
 
     def agree(self, numbers: list[float], largest: bool) -> list[float]:
         """The largest or smallest of each number over all GPUs that share the model."""

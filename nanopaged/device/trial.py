@@ -54,8 +54,8 @@ def choose_num_blocks(runner: Runner, gpu_memory_utilization: float) -> int:
     if runner.device.type == "cpu":
         blocks_per_seq = engine.cdiv(runner.max_model_len, runner.block_size)
         return max(1, min(DEFAULT_CPU_POOL // block_bytes, runner.max_num_seqs * blocks_per_seq))
-    block = runner.pool.one_block()
-    runner.kv_cache = [(block, block, 1.0, 1.0)] * runner.config.num_layers
+    blocks = map(runner.pool.one_block, range(runner.config.num_layers))
+    runner.kv_cache = [(block, block, 1.0, 1.0) for block in blocks]
     needed = max(peak_of(runner, query_lens) for query_lens in largest_steps(runner))
     needed *= 2 if runner.lookahead else 1  # CUDA graphs have memory of their own, as much as the largest step
     torch.cuda.empty_cache()

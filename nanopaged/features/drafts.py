@@ -199,8 +199,8 @@ class DraftingScheduler(engine.Scheduler):
         drafts = drafts[:min(step.budget, seq.max_len - end - 1)] if follow else []
         if drafts and seq.sampling.params.structured_outputs:
             drafts = drafts[:seq.grammar.num_fitting(drafts)]
-        # Not a sliding window's `allocate`: it would free blocks that the last token of this step attends to.
-        while drafts and not engine.BlockManager.allocate(self.block_manager, seq, end + len(drafts)):
+        # A sliding window's `allocate` would free blocks that the last token of this step attends to.
+        while drafts and not self.block_manager.extend(seq, end + len(drafts)):
             drafts.pop()
         seq.drafts, num_drafts = drafts, len(drafts)  # none: those of a step that was undone are gone
         if drafts:

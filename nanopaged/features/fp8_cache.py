@@ -26,13 +26,15 @@ def choose_scales(runner: Runner) -> list[tuple[float, float]]:
     c, device = runner.config, runner.device
     length = min(CALIBRATION_TOKENS, runner.max_model_len)
     num_blocks = engine.cdiv(length, runner.block_size)
-    cache = [torch.zeros(2, num_blocks, *runner.pool.block_shape, dtype=runner.dtype, device=device)
-             for _ in range(c.num_layers)]
+    cache = [torch.zeros(2, num_blocks, *runner.pool.shape_of(layer), dtype=runner.dtype, device=device)
+             for layer in range(c.num_layers)]
     ids = torch.randint(c.vocab_size, (length,), generator=torch.Generator().manual_seed(0)).tolist()
     batch = trial_batch(runner, [length], torch.zeros(0, dtype=torch.int64, device=device), length, ids)
-    batch.block_tables = torch.arange(num_blocks, dtype=torch.int32, device=device)[None]
-    # The kernel makes its own work list: its tile over this cache may be another one.
-    batch.metadata = batch.metadata._replace(query_tiles=None)
+    table = torch.arange(num_blocks, dtype=torch.int32, device=device)[None]
+    for one in (batch, *getattr(batch, "groups", ())):  # groups of layers (features/kinds)
+        one.block_tables, one.slot_mapping = table, batch.slot_mapping
+        # The kernel makes its own work list: its tile over this cache may be another one.
+        one.metadata = batch.metadata._replace(query_tiles=None)
     runner.model(batch, [(k, v, 1.0, 1.0) for k, v in cache], runner.kernels)
     scales = runner.agree([power_of_two_scale(values) for layer in cache for values in layer], largest=True)
     return list(zip(scales[::2], scales[1::2]))

@@ -18,15 +18,11 @@ from nanopaged import kernel, model
 
 
 class ScaledLayer(model.Layer):
-    """A layer whose queries are multiplied. The first one computes the factors for all."""
-
-    def __init__(self, config: model.ModelConfig, index: int, modules: model.Modules) -> None:
-        super().__init__(config, index, modules)
-        self.is_first = index == 0
+    """A layer whose queries are multiplied. The first one that reads a batch computes the factors for all."""
 
     def attention(self, x: Tensor, rope: Tensor | None, batch: Any, cache: model.LayerCache,
                   kernels: kernel.Kernels) -> Tensor:
-        if self.is_first:
+        if "query_factors" not in vars(batch):
             settings = self.config.ropes[0]
             contexts = batch.positions // settings["original_max_position_embeddings"]
             batch.query_factors = (1 + settings["llama_4_scaling_beta"] * contexts.float().log1p()).to(x.dtype)

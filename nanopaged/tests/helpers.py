@@ -193,12 +193,17 @@ def check_books(scheduler):
     host_blocks = [host_block for host_block, _ in getattr(manager.step, "swaps_in", ())]
     host_blocks += getattr(manager, "free_host_blocks", ())
     for seq in scheduler.running + scheduler.waiting:
-        held = [block for block in seq.block_table if block != NULL]
-        assert len(set(held)) == len(held) and len(held) <= getattr(manager, "max_blocks_per_seq", manager.num_blocks)
-        assert seq.block_table[len(seq.block_table) - len(held):] == held  # only the first entries are NULL
-        assert not held or seq.status is Status.RUNNING
+        tables = [(seq.block_table, getattr(manager, "max_blocks_per_seq", manager.num_blocks))]
+        for name, part in vars(seq).get("parts", {}).items():  # features/kinds
+            tables.append((part.block_table, manager.kinds[name].max_blocks_per_seq))
+            assert part.num_null_blocks == part.block_table.count(NULL)
+        for table, most in tables:
+            held = [block for block in table if block != NULL]
+            assert len(set(held)) == len(held) <= most and len(table) == len(seq.block_table)
+            assert table[len(table) - len(held):] == held  # only the first entries are NULL
+            assert not held or seq.status is Status.RUNNING
+            num_holders.update(held)
         assert (seq in host_tables) == (seq.status is Status.SWAPPED)
-        num_holders.update(held)
     host_blocks += [block for table in host_tables.values() for block in table if block != NULL]
     assert sorted(host_blocks) == list(range(getattr(manager, "num_host_blocks", 0)))
     assert manager.ref_counts[:manager.num_blocks] == [num_holders[block] for block in range(manager.num_blocks)]

@@ -100,7 +100,8 @@ ASK = dict(
 MISSED = dict(
     cascade=on_a_gpu, fused=on_a_gpu, graphs=on_a_gpu, hopper=on_a_gpu, pick=on_a_gpu, last_layer=llm, rectangles=llm,
     ray_data=None, ray_serve=None, ray_words=None, threads=llm,
-    recovery=lambda: fail(llm()), warmup=None, swapping=lambda: llm(model=str(GOLDEN / "mistral")))
+    recovery=lambda: fail(llm()), warmup=None, kinds=lambda: llm(model=str(GOLDEN / "gemma3")),
+    swapping=lambda: llm(model=str(GOLDEN / "mistral")))
 
 
 def fail(engine):
@@ -250,7 +251,8 @@ def test_tests_of_a_feature_that_is_not_there_are_skipped_and_say_so(capfd):
 KNOWN = dict(
     beams=("beam", "beam", 15), drafts=("draft|speculat|proposer", "drafts", 25),
     grammars=("grammar|structured|masks", "grammar|structured", 25),
-    windows_and_swapping=("swap|host_(table|block)|window", "swapping", 20),
+    windows_and_swapping=("swap|host_(table|block)|window", "swapping|kinds", 20),
+    kinds_of_layers=("layer_heads|with_groups|attention_shapes|shape_of|num_query_tiles", "kinds", 16),
     edits=("^edit|repetition|frequency_|presence_|logit_bias|bad_words|logits_processor", "edits", 15),
     trace=("(^|_)traced?$", "trace|frames|page", 8), server=("^serv(e|er|ing|ed)(_|$)", "server|ray_.*", 8),
     router=("pools|data_parallel|^routers?$", "router|(fused_)?experts|ray_data", 12))

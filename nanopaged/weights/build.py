@@ -54,10 +54,12 @@ def build_model(config: model.ModelConfig, tensors: Iterable[tuple[str, Tensor]]
     size = sum(parameter.numel() * kind.itemsize for parameter, kind in types.items())
     is_cuda = torch.device(device).type == "cuda"
     free = f"{torch.cuda.mem_get_info(device)[0] / 2**30:.1f} GiB free, less" if is_cuda else "less free memory"
-    table_size = num_positions * config.head_dim * 4 * len(config.ropes)
+    head_dims = [rope.get("head_dim", config.head_dim) for rope in config.ropes]
+    table_size = num_positions * sum(head_dims) * 4
     with memory_for(f"rope's angles of {num_positions} positions take {table_size / 2**30:.1f} GiB, and more while "
                     "they are computed, which the host does not have; lower max_model_len", table_size):
-        built.rope_tables = [make_rope_table(rope, config.head_dim, num_positions).to(device) for rope in config.ropes]
+        built.rope_tables = [make_rope_table(rope, head_dim, num_positions).to(device)
+                             for rope, head_dim in zip(config.ropes, head_dims)]
     with memory_for(f"the weights take {size / 2**30:.1f} GiB, and {device} has {free} than loading them takes; use a "
                     "smaller model or dtype", 0 if is_cuda else size):
         # Module.to_empty does the same, but imports sympy for it: a quarter of a second
@@ -69,11 +71,13 @@ def build_model(config: model.ModelConfig, tensors: Iterable[tuple[str, Tensor]]
 
 
 def modules_for(config: model.ModelConfig, modules: model.Modules = model.PLAIN) -> model.Modules:
-    """The modules; for a mixture of experts with its MLPs, for Ministral 3 with its layers."""
+    """The modules; for a mixture of experts with its MLPs, for Ministral 3 and layers of several kinds with these."""
     if config.experts:
         modules = feature("experts", "a mixture of experts").with_experts(modules)
     if config.ropes and config.ropes[0].get("llama_4_scaling_beta"):
         modules = feature("query_scale", "llama_4_scaling_beta in config.json").with_query_scale(modules)
+    if config.groups:
+        modules = feature("kinds.device", "a model with layers of several kinds").with_groups(modules)
     return modules
 
 
@@ -138,7 +142,9 @@ def checkpoint_tensors(name: str, parameter: Tensor, config: model.ModelConfig) 
     *path, module, kind = name.split(".")
     rows = {module: parameter}
     if module == "qkv_proj":
-        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        num_kv_heads, head_dim = config.layer_heads[int(path[-1])] if config.layer_heads else (
+            config.num_kv_heads, config.head_dim)
+        q, kv = config.num_heads * head_dim, num_kv_heads * head_dim
         rows = dict(zip(("q_proj", "k_proj", "v_proj"), parameter.split([q, kv, kv])))
     elif module == "gate_up_proj" and config.gated_mlp:
         rows = dict(zip(("gate_proj", "up_proj"), parameter.chunk(2)))
