@@ -4,6 +4,7 @@
     --prompts FILE     many: see nanopaged/features/batch.py
     --chat             conversations: see nanopaged/features/conversation.py
     --serve            OpenAI's API over HTTP: see nanopaged/features/server/app.py
+    --simulate FILE    a clock in place of a card: see nanopaged/features/simulate.py
 
 The exit code is 0; 1 if lines of a file were bad, or the model's output was not a number; 2 for bad input, with one
 sentence; 130 after Ctrl-C. But in a conversation Ctrl-C only stops the answer, which is kept as far as it got, and
@@ -63,6 +64,8 @@ SAMPLING: the checkpoint's generation_config.json goes before the defaults
   --generation-config vllm, --override-generation-config JSON   leave it aside [auto]; go before it
   --beam-width N, --length-penalty X             beam search: N texts, longer or shorter [1.0]
   --speculate N                guess N tokens, and compute them along: --speculative-config in short
+  --simulate [TRACE.jsonl]     serve a trace without a GPU, on --card NAME [H200]; or --requests N, at
+                               --rate R; --ttft S, --tpot S: on how many cards 90% keep them
   --trace [FILE.html|.json]    print what each step computes, in which blocks; or a page, or data
   --version                    print the version
 """
@@ -93,7 +96,7 @@ def main(argv: list[str] | None = None, llm_class=None) -> int:
 
 # Options whose features do the work: prepare(args) refuses what can be refused before the model is loaded. It returns a
 # function of the LLM, which does the rest and gives the exit code.
-WAYS = dict(serve="server.command", prompts="batch", chat="conversation")
+WAYS = dict(serve="server.command", simulate="simulate", prompts="batch", chat="conversation")
 
 
 def _run(args, llm_class) -> int:
@@ -103,7 +106,7 @@ def _run(args, llm_class) -> int:
     watching: Any = nullcontext
     if (file := args.trace) is not None:
         watching = feature("page" if file else "trace", "--trace").prepare(args)
-    llm = _load(args, llm_class)
+    llm = getattr(act, "llm", None) or _load(args, llm_class)  # a simulation brings its own
     with watching(llm):
         return act(llm)
 
@@ -285,17 +288,21 @@ ENGINE = {name: {bool: not option.default, dict: _object}.get(option.kind, optio
 STRUCTURED = dict(json_schema=_file, regex=str, choice=list)
 OTHERS = dict(
     prompt=list, prompts=str, output=str, chat=True, system=str, chat_template=_file, chat_template_kwargs=_object,
-    beam_width=int, length_penalty=float, model=str, speculate=int, trace=None, serve=True, host=str, port=int,
+    beam_width=int, length_penalty=float, model=str, speculate=int, trace=None, simulate=None, card=str, requests=int,
+    rate=float, ttft=float, tpot=float, serve=True, host=str, port=int,
     api_key=str, allowed_hosts=str, served_model_name=str, tool_call_parser=str, reasoning_parser=str)
 KINDS: dict[str, Any] = SAMPLING | STRUCTURED | ENGINE | OTHERS
 SHORT = dict(model=["-m"], n=["-n"])
 NEEDS = {name: needed.split() for needed, names in {  # any of these, for each of those
     "prompts": "output", "output": "logprobs prompt_logprobs", "beam_width": "length_penalty", "chat": "system",
+    "simulate": "card requests rate ttft tpot",
     "chat prompts serve": "chat_template chat_template_kwargs", "serve": "host port api_key allowed_hosts",
     "serve prompts": "served_model_name tool_call_parser reasoning_parser"}.items() for name in names.split()}
 EXCLUDES = dict(prompts=["prompt", "chat", "beam_width"], speculate=["speculative_config"],
                 serve=["prompt", "prompts", "chat", "beam_width",
                        *(name for name in SAMPLING | STRUCTURED if name != "seed")],
+                simulate=["prompt", "prompts", "chat", "beam_width", "serve", "speculate",
+                          *(name for name in SAMPLING | STRUCTURED if name != "seed")],
                 beam_width=[name for name in SAMPLING | STRUCTURED if name not in ("max_tokens", "ignore_eos", "seed")])
 
 
@@ -346,7 +353,7 @@ def _check_combination(args) -> None:
     """ValueError for options that do not go together."""
     has = set(given(args, KINDS))
     if all(vars(args)[name] in (None, False) for name in ("prompt", *WAYS)):
-        raise ValueError("there is nothing to do; give --prompt TEXT, --prompts FILE, --chat or --serve")
+        raise ValueError("there is nothing to do; give --prompt TEXT, --prompts FILE, --chat, --serve or --simulate")
     for name, others in NEEDS.items():
         if name in has and has.isdisjoint(others):
             raise ValueError(f"{option_name(name)} needs {' or '.join(map(option_name, others))}; give both, or none")

@@ -2,10 +2,12 @@
 import gc
 import json
 import re
+import time
 import weakref
 from collections import Counter
 from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from itertools import cycle
 from pathlib import Path
 from unittest.mock import patch
@@ -17,6 +19,7 @@ import nanopaged
 from engine import Status
 from nanopaged import LLM, SamplingParams, optional_triton
 from nanopaged.device.pool import GIB
+from nanopaged.tests.without import is_there
 from nanopaged.weights.build import as_checkpoint, build_model
 from nanopaged.weights.checkpoint import read_safetensors, read_tensors
 
@@ -28,6 +31,8 @@ GOLDEN = ROOT / "nanopaged" / "golden"
 BUNDLED = ROOT / "nanopaged" / "shakespeare"
 MIXTURES = ["granite-moe", "granite-moe-shared", "mixtral", "mixtral-stacked", "olmoe", "qwen3-moe",
             "qwen3-vl-moe"]  # of experts, among the goldens
+OF_FEATURES = ["arcee", "cwm", "ernie4.5", "exaone4", "granite4", "ministral3", "seed-oss"]  # more_families.py
+ALL_VARIANTS = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
 NULL = -1  # in a block table: a block that left the sliding window
 needs_kernel = pytest.mark.skipif(
     optional_triton.triton is None or not (CUDA or optional_triton.INTERPRETED),
@@ -49,6 +54,17 @@ if optional_triton.INTERPRETED:
 
     interpreter._patch_lang = patch_lang_once
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+
+
+def needs(*features):
+    """Skips a test where one of these was taken away. (A test that ends with the error about it is skipped anyway.)"""
+    away = ", ".join(f"nanopaged/features/{name}" for name in features if not is_there(name))
+    return pytest.mark.skipif(bool(away), reason=f"needs {away}, which is not there")
+
+
+def if_there(feature: str):
+    """The module of a feature, or None where it was taken away."""
+    return import_module(f"nanopaged.features.{feature}") if is_there(feature) else None
 
 
 def load(model="shakespeare", *, graphs=False, lookahead=None, **options) -> LLM:
@@ -198,6 +214,13 @@ def check_books(scheduler):
     assert sorted([seq.row for seq in scheduler.running] + scheduler.free_rows) == list(range(scheduler.max_num_seqs))
     for queue in (scheduler.running, scheduler.waiting):
         assert [seq.order for seq in queue] == sorted(seq.order for seq in queue)
+
+
+def wait_until(condition, seconds=20):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
 
 
 def write_files(folder, contents, links=()) -> Path:

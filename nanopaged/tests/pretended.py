@@ -4,7 +4,9 @@ import torch.nn.functional as F
 
 import kernel
 import model
-from nanopaged.features import fp8, fused, fused_experts
+from nanopaged.tests.helpers import if_there
+
+fp8, fused, fused_experts = map(if_there, ("fp8", "fused", "fused_experts"))
 
 
 def normalize(x, weight, bias, eps):
@@ -18,7 +20,7 @@ def fp8_weight(weight, scale):
 
 class PlainKernels:
     """The plain forms of the kernels of fused.py and others, for engines on a CPU: the interpreter is slow."""
-    activate, quantize_rows = staticmethod(model.activate), staticmethod(fp8.quantize)
+    activate, quantize_rows = staticmethod(model.activate), staticmethod(fp8.quantize if fp8 else None)
 
     @staticmethod
     def scaled_mm(a, b, scale_a, scale_b, out_dtype, use_fast_accum=False):
@@ -56,12 +58,11 @@ class PlainKernels:
         return (torch.einsum("tnji,tni->ntj", down[chosen].to(x.dtype), hidden) * scores.T[:, :, None]).to(x.dtype)
 
 
-
 def plain_kernels():
     """(object, name, what to put there), for a process on a CPU that has fused modules or a GraphRunner."""
     homes = dict(activate=fused, fused_add_norm=fused, few_rows_linear=fused, quantize_rows=fp8,
                  mix_experts=fused_experts)
-    return [*((home, name, getattr(PlainKernels, name)) for name, home in homes.items()),
+    return [*((home, name, getattr(PlainKernels, name)) for name, home in homes.items() if home),
             (torch, "_scaled_mm", PlainKernels.scaled_mm)]
 
 
@@ -70,3 +71,10 @@ def blank_input(runner, shape):
     for part, filler in zip(runner.graph_input[:sum(shape.layout)].split(shape.layout),
                             [0, 0, -1, 0, 0, runner.max_num_seqs, *[0] * (2 if shape.num_entries else 0), -1]):
         part.fill_(filler)
+
+
+def kept(llm):
+    """Weights in FP8, in float32, by our names."""
+    tensors = dict(llm.runner.model.named_parameters())
+    return {name: fp8_weight(tensor, tensors[name.replace("weight", "scale")]) for name, tensor in tensors.items()
+            if tensor.dtype is torch.float8_e4m3fn}

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from nanopaged import SamplingParams
-from nanopaged.features import fused
 from nanopaged.rope import make_rope_table
 from nanopaged.tests.helpers import (
     GOLDEN,
@@ -24,7 +23,6 @@ from nanopaged.tests.helpers import (
     tokens_of,
     use_modules,
 )
-from nanopaged.tests.pretended import plain_kernels
 from nanopaged.weights.checkpoint import read_tensors
 from nanopaged.weights.families import read_model_config
 
@@ -212,6 +210,8 @@ def test_chunks_prefix_hits_preemptions_and_other_modules(variant, monkeypatch):
     assert ("window" in books) == (variant == "phi3") and llm.counts.num_preemptions > 0
     assert ("kinds" in books) == bool(llm.config.groups)
     assert llm.counts.num_cached_tokens > 0 or has_window
+    from nanopaged.features import fused
+    from nanopaged.tests.pretended import plain_kernels
     llm = load(variant, device="cpu", enforce_eager=True)
     for patch in plain_kernels():
         monkeypatch.setattr(*patch)

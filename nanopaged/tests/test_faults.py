@@ -10,8 +10,6 @@ import pytest
 import torch
 
 from nanopaged import BeamSearchParams, SamplingParams
-from nanopaged.features.grammar import GrammarSequence, Masks
-from nanopaged.features.recovery import STEPS_UNTIL_REGROWTH
 from nanopaged.sampling_params import StructuredOutputsParams
 from nanopaged.tests.helpers import GREEDY, PROMPT, check_books, let_fail, load, rewritten, shared, tokens_of
 
@@ -115,6 +113,7 @@ def test_a_detokenizer_that_fails_while_another_thread_plans_a_step():
 
 @pytest.mark.parametrize("method", ["on_token", "fill_mask"])
 def test_a_grammar_that_panics_ends_its_request_and_no_other(method):
+    from nanopaged.features.grammar import GrammarSequence, Masks
     llm = load()
     ids = [llm.add_request(prompt, GREEDY) for prompt in ("JULIET:", "ROMEO:")]
     grammar = dict(fill_mask=lambda address, drafts: 0, on_token=lambda seq, token, _: [token]) | {method: panic}
@@ -232,6 +231,7 @@ def test_a_call_that_only_reads_has_done_something():
 # ---- Memory and blocks
 
 def test_a_step_out_of_memory_is_tried_again_with_less_and_the_token_budget_grows_back(capsys):
+    from nanopaged.features.recovery import STEPS_UNTIL_REGROWTH
     llm, is_short = load("llama2", max_num_batched_tokens=64), True
     expected = tokens_of(llm.generate([PROMPT] * 5, GREEDY))
     let_fail(llm.runner, torch.OutOfMemoryError("CUDA out of memory"),

@@ -1,7 +1,10 @@
 """A feature is a file that can be taken away: a prompt still runs, and who asks for the feature gets a sentence.
 
 Each case is a process forked from one that has imported torch; in it the feature's module cannot be imported. Then all
-features are taken away at once, and test_paged.py runs.
+features are taken away at once, and test_paged.py runs. Last, the tests: test_NAME.py and test_NAME_*.py are those of
+nanopaged/features/NAME and are deleted with it. The others are the core's and run without any feature; of these and of
+other features' tests those are skipped that ask for one that is not there (conftest.py). All of them run so with
+`python -m nanopaged.tests.without NAME`.
 """
 import ast
 import io
@@ -23,6 +26,7 @@ from nanopaged.api.assemble import pick_runner
 from nanopaged.cli import main as cli
 from nanopaged.options import default_feature
 from nanopaged.tests.helpers import GOLDEN, ROOT, complaint
+from nanopaged.tests.without import feature_of, files_of_tests, run_without
 from nanopaged.text.tokenizer import load_tokenizer
 from nanopaged.weights.build import modules_for
 from nanopaged.weights.checkpoint import read_config
@@ -82,7 +86,7 @@ ASK = dict(
     drafts=command(*PROMPT, "--speculate", "3"), edits=ask(presence_penalty=1), fp8=lambda: llm(quantization="fp8"),
     fp8_cache=lambda: llm(kv_cache_dtype="fp8"), experts=lambda: llm(model=str(GOLDEN / "mixtral")),
     fused_experts=experts_on_a_gpu,
-    structured=ask(structured_outputs=dict(regex="a+")),
+    structured=ask(structured_outputs=dict(regex="a+")), more_families=lambda: llm(model=str(GOLDEN / "arcee")),
     frames=command(*PROMPT, "--trace"), grammar=ask(structured_outputs=dict(regex="a+")),
     hub=command("--model", "org/name", *PROMPT), huggingface=lambda: load_tokenizer(GOLDEN / "tokenizers" / "llama2"),
     logprobs=ask(logprobs=1), page=command(*PROMPT, "--trace", os.devnull + ".html"),
@@ -90,6 +94,7 @@ ASK = dict(
     samples=command(*PROMPT, "-n", "2"),
     sandbox=lambda: llm().chat([{"role": "user", "content": "Hi"}], chat_template="x"),
     query_scale=lambda: llm(model=str(GOLDEN / "ministral3")), server=command("--serve", "--port", "0"),
+    simulate=command("--simulate", "--requests", "1"),
     swapping=command(*PROMPT, "--swap-space", "0.01"),
     stop=ask(stop="a"), tensor_parallel=lambda: llm(tensor_parallel_size=2), trace=command(*PROMPT, "--trace"))
 MISSED = dict(
@@ -188,6 +193,47 @@ def test_the_chapters_and_the_ring_alone(tmp_path):
     assert "ROMEO:\nI'll be\n" in outputs[1] and "failed" not in outputs[0]
 
 
+# ---- Whose tests
+
+def imported(path: Path) -> set[str]:
+    """The modules that are imported when this file is."""
+    found, nodes = set(), [*ast.parse(path.read_text(encoding="utf-8")).body]
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            nodes += ast.iter_child_nodes(node)
+    return found
+
+
+def features_imported(path: Path) -> set[str]:
+    """The features that are imported with this file of tests, or with a file of tests that it imports."""
+    found = imported(path)
+    helpers = [ROOT / f"{name.replace('.', '/')}.py" for name in found if name.startswith("nanopaged.tests.")]
+    return {name.split(".")[2] for name in found if name.startswith("nanopaged.features.")}.union(
+        *(features_imported(helper) for helper in helpers if helper.exists()))
+
+
+def test_the_cores_tests_import_no_feature():
+    """When they are collected, that is."""
+    files = {file: feature_of(file.name) for file in [ROOT / "test_paged.py", *files_of_tests()]}
+    assert {feature for feature in files.values() if feature} <= {*NAMES}
+    assert len([feature for feature in files.values() if feature]) > 20 < len(files)
+    assert {file.name: features for file, feature in files.items()
+            if not feature and (features := features_imported(file))} == {}
+
+
+def test_tests_of_a_feature_that_is_not_there_are_skipped_and_say_so(capfd):
+    """A file that imports it, a test that asks for it, and one that looks at what the program prints. Others run."""
+    files = [f"nanopaged/tests/test_{name}.py" for name in ("beam", "outputs", "readme")]
+    assert run_without(["samples"], ["-q", "-rs", *files, "-k", "beam or samples or traces or three_texts"]) == 0
+    told = capfd.readouterr().out
+    counts = re.findall(r"SKIPPED \[(\d)\] \S+ needs nanopaged/features/samples, which is not there", told)
+    assert sum(map(int, counts)) == 3 and "1 passed, 3 skipped" in told, told
+
+
 # ---- What the other files know of a feature
 
 # Words of its identifiers, the files that are its own, and the most identifiers elsewhere
@@ -200,8 +246,8 @@ KNOWN = dict(
     trace=("(^|_)traced?$", "trace|frames|page", 8), server=("^serv(e|er|ing|ed)(_|$)", "server|ray_.*", 8),
     router=("pools|data_parallel|^routers?$", "router|(fused_)?experts|ray_data", 12))
 # What is neither a feature's nor the engine's: the table of options, settings and output formats. The trace shows what
-# all features do, and attention and the model's settings have sliding windows of their own.
-FORMATS = {"options.py", "sampling_params.py", "outputs.py", "trace.py", "frames.py", "page.py"}
+# all features do, a simulation does it, and attention and the model's settings have sliding windows of their own.
+FORMATS = {"options.py", "sampling_params.py", "outputs.py", "trace.py", "frames.py", "page.py", "simulate.py"}
 ATTENTION = {"kernel.py", "model.py", "tiles.py", "families.py", "rectangles.py", "warmup.py", "cascade.py",
              "hopper.py", "experts.py"}
 

@@ -12,7 +12,6 @@ import kernel
 from nanopaged import LLM, SamplingParams, tiles
 from nanopaged.device import choices, runner
 from nanopaged.device.choices import pick_dtype
-from nanopaged.features import cascade, warmup
 from nanopaged.tests.helpers import (
     CUDA,
     DEVICE,
@@ -48,6 +47,7 @@ class RecordingKernel:
 @pytest.mark.parametrize("variant, options", [
     ("qwen3", {}), ("mistral", dict(sliding_window=100)), ("qwen3", dict(max_num_seqs=1))], ids=str)
 def test_kernels_are_compiled_before_the_first_request(tmp_path, monkeypatch, variant, options):
+    from nanopaged.features import cascade, warmup
     config, max_num_seqs = json.loads((GOLDEN / variant / "config.json").read_text()), options.get("max_num_seqs", 8)
     (tmp_path / "config.json").write_text(json.dumps(
         config | dict(max_position_embeddings=512, num_hidden_layers=1, layer_types=None) | options))

@@ -19,7 +19,6 @@ import torch
 
 from nanopaged import LLM, BeamSearchParams, RequestOutput, SamplingParams, TextPrompt
 from nanopaged.api import core
-from nanopaged.features import hub
 from nanopaged.tests.helpers import BUNDLED, GOLDEN, complaint, write_files
 from nanopaged.tests.test_cli import Screen
 from nanopaged.text.tokenizer import load_tokenizer
@@ -42,7 +41,7 @@ def model(tmp_path_factory):
             "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}",
     }, [BUNDLED / "model.safetensors", *(GOLDEN / "tokenizers" / "opt").iterdir()])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hub, "download", lambda *_: folder)
+        patch.setattr("nanopaged.features.hub.download", lambda *_: folder)
         patch.setattr(torch.cuda, "is_available", lambda: False)
         yield
 

@@ -39,11 +39,12 @@ def read_model_config(hf: dict[str, Any]) -> model.ModelConfig:
     """The model.ModelConfig of a config.json. ValueError if the architecture or a setting is not supported."""
     architectures = hf.get("architectures") or ["none given"]
     architecture = architectures[0] if isinstance(architectures, list) else architectures
-    if architecture not in [*FAMILIES, *MIXTURES]:  # a list, because the value from config.json may be unhashable
+    if architecture not in [*FAMILIES, *OF_FEATURES]:  # a list, because the value from config.json may be unhashable
         architecture, hf = text_model(architecture, hf)
     read = FAMILIES.get(architecture)
     if read is None:
-        read = vars(feature("experts", "a mixture of experts"))[MIXTURES[architecture]]
+        file, name = OF_FEATURES[architecture].split(".")
+        read = vars(feature(file, f"a model of the architecture {architecture}"))[name]
     fp8, quantized = None, hf.get("quantization_config")
     if quantized is not None:
         fp8 = feature("fp8", "a checkpoint with a quantization_config").read_form(quantized)
@@ -67,7 +68,7 @@ def read_model_config(hf: dict[str, Any]) -> model.ModelConfig:
 
 def text_model(architecture: Any, hf: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """The text model's architecture and settings in a multimodal checkpoint. ValueError: it has none, or another."""
-    known = f"known are {', '.join(FAMILIES)}"
+    known = f"known are {', '.join([*FAMILIES, *OF_FEATURES])}"
     models, text = MULTIMODAL.get(str(architecture)), hf.get("text_config") or hf  # older ones of Qwen2.5-VL are flat
     if models and isinstance(text, dict):
         kind = text.get("model_type") if text is not hf else None
@@ -241,56 +242,6 @@ def mistral(hf: dict[str, Any]) -> model.ModelConfig:
     return llama(hf, qkv_bias=False, o_bias=False, mlp_bias=False, sliding_windows=windows(hf))
 
 
-def with_rope(hf: dict[str, Any], **rope: Any) -> dict[str, Any]:
-    """The settings, with this rope if config.json has none."""
-    return hf if hf.get("rope_parameters") or hf.get("rope_scaling") else hf | {"rope_parameters": rope}
-
-
-def ministral3(hf: dict[str, Any]) -> model.ModelConfig:
-    """Its queries grow with their position (features/query_scale.py)."""
-    hf = {"sliding_window": None, "head_dim": 128, "rms_norm_eps": 1e-5} | hf
-    return mistral(with_rope(hf, rope_type="yarn", rope_theta=1e6, factor=16.0, original_max_position_embeddings=16384,
-                             mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1))
-
-
-def exaone4(hf: dict[str, Any]) -> model.ModelConfig:
-    """If some layers have a window, the others have no rope."""
-    hf = {"sliding_window": 4096, "sliding_window_pattern": 4, "rms_norm_eps": 1e-5} | hf
-    pattern = hf["sliding_window_pattern"] or 1
-    interval = len(pattern) if isinstance(pattern, str) else pattern
-    sizes = windows(hf, lambda i: bool(hf["sliding_window"]) and (i + 1) % interval != 0)
-    return llama(hf, qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=True, pre_norm=False, sliding_windows=sizes,
-                 layer_ropes=[-1 if hf["sliding_window"] and not size else 0 for size in sizes],
-                 **POST | dict(float32_norms=False))
-
-
-def cwm(hf: dict[str, Any]) -> model.ModelConfig:
-    hf = dict(sliding_window=8192, num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5, rope_theta=1e6) | hf
-    hf = with_rope(hf, rope_type="llama3", rope_theta=1e6, factor=16.0, high_freq_factor=4.0, low_freq_factor=1.0,
-                   original_max_position_embeddings=8192)
-    return llama(hf, qkv_bias=False, o_bias=False, sliding_windows=windows(hf, lambda i: i % 4 != 0))
-
-
-def ernie4_5(hf: dict[str, Any]) -> model.ModelConfig:
-    hf = dict(rope_theta=5e5, num_key_value_heads=2, head_dim=128, rms_norm_eps=1e-5, tie_word_embeddings=True) | hf
-    config = llama(hf, **dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), hf.get("use_bias", False)))
-    config.ropes[0]["is_interleaved"] = True  # weights/build.py reorders the heads
-    return config
-
-
-def granite4(hf: dict[str, Any]) -> model.ModelConfig:
-    """Granite 4 without state-space layers and experts. Its MLP is what the others call the shared expert."""
-    kinds = hf.get("layer_types") or hf.get("layers_block_type") or ["mamba"]
-    if not {*kinds} <= {"attention", FULL} or hf.get("num_local_experts", 8):
-        raise ValueError(f"GraniteMoeHybridForCausalLM is {REFUSED['^GraniteMoeHybrid']}, which nanopaged does not run")
-    size = hf.get("shared_intermediate_size", 1024)
-    config = granite(hf | {"intermediate_size": size, "mlp_bias": False})
-    config.layer_ropes = [0 if hf.get("position_embedding_type") == "rope" else -1] * config.num_layers
-    config.merged = {"shared_mlp.input_linear": {"mlp.gate_proj": size, "mlp.up_proj": size},
-                     "shared_mlp.output_linear": {"mlp.down_proj": config.hidden_size}}
-    return config
-
-
 def qwen(hf: dict[str, Any], **switches: Any) -> model.ModelConfig:
     """If use_sliding_window is true, the layers from max_window_layers on have a window."""
     hf = {"sliding_window": 4096, "max_window_layers": 28} | hf
@@ -378,18 +329,17 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], model.ModelConfig]] = {
     "Qwen2ForCausalLM": lambda hf: qwen(hf, qkv_bias=True, o_bias=False),
     "Qwen3ForCausalLM": lambda hf: qwen({"head_dim": 128} | hf, qk_norm=True),
     "GraniteForCausalLM": granite, "SmolLM3ForCausalLM": smollm3, "Phi3ForCausalLM": phi3, "Olmo2ForCausalLM": olmo2,
-    "Olmo3ForCausalLM": olmo3, "Gemma3ForCausalLM": gemma3, "Ministral3ForCausalLM": ministral3,
-    "Exaone4ForCausalLM": exaone4, "CwmForCausalLM": cwm, "Ernie4_5ForCausalLM": ernie4_5,
-    "Ernie4_5_ForCausalLM": ernie4_5,  # the name in its first checkpoints
-    "GraniteMoeHybridForCausalLM": granite4,
-    "SeedOssForCausalLM": lambda hf: llama({"head_dim": 128, "num_key_value_heads": 8, "attention_bias": True} | hf,
-                                           o_bias=hf.get("attention_out_bias", False)),
-    "ArceeForCausalLM": lambda hf: llama({"hidden_act": "relu2", "rms_norm_eps": 1e-5} | hf, gated_mlp=False,
-                                         names=NAMES | {"gate_up_proj": "up_proj"}),
-}
-# Mixtures of experts: an architecture, and its function in features/experts.py
-MIXTURES = {"MixtralForCausalLM": "mixtral", "Qwen3MoeForCausalLM": "qwen3_moe", "OlmoeForCausalLM": "olmoe",
-            "GraniteMoeForCausalLM": "granite_moe", "GraniteMoeSharedForCausalLM": "granite_moe"}
+    "Olmo3ForCausalLM": olmo3, "Gemma3ForCausalLM": gemma3}
+# Families that are features: an architecture -> its file in nanopaged/features, and the function there
+OF_FEATURES = {
+    "MixtralForCausalLM": "experts.mixtral", "Qwen3MoeForCausalLM": "experts.qwen3_moe",
+    "OlmoeForCausalLM": "experts.olmoe", "GraniteMoeForCausalLM": "experts.granite_moe",
+    "GraniteMoeSharedForCausalLM": "experts.granite_moe",
+    "Ministral3ForCausalLM": "more_families.ministral3", "Exaone4ForCausalLM": "more_families.exaone4",
+    "CwmForCausalLM": "more_families.cwm", "Ernie4_5ForCausalLM": "more_families.ernie4_5",
+    "Ernie4_5_ForCausalLM": "more_families.ernie4_5",  # the name in its first checkpoints
+    "GraniteMoeHybridForCausalLM": "more_families.granite4", "SeedOssForCausalLM": "more_families.seed_oss",
+    "ArceeForCausalLM": "more_families.arcee"}
 # Multimodal architectures: the model_type of a text model inside (where none is given, the first) -> the architecture
 # that it equals, and its own defaults. Other parts, such as a vision tower, have names that the decoder does not have.
 MULTIMODAL: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
