@@ -64,8 +64,8 @@ SAMPLING: the checkpoint's generation_config.json goes before the defaults
   --generation-config vllm, --override-generation-config JSON   leave it aside [auto]; go before it
   --beam-width N, --length-penalty X             beam search: N texts, longer or shorter [1.0]
   --speculate N                guess N tokens, and compute them along: --speculative-config in short
-  --simulate [TRACE.jsonl]     serve a trace without a GPU, on --card NAME [H200]; or --requests N, at
-                               --rate R; --ttft S, --tpot S: on how many cards 90% keep them
+  --simulate [TRACE.jsonl]     serve a trace without a GPU, as --card NAME [H200] would; or
+     --requests N, --rate R a second; --ttft S, --tpot S: the fewest cards on which 90% keep these
   --trace [FILE.html|.json]    print what each step computes, in which blocks; or a page, or data
   --version                    print the version
 """

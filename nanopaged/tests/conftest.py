@@ -67,8 +67,8 @@ class File(pytest.Module):
     def collect(self):
         try:
             return super().collect()
-        except self.CollectError as error:
-            skip_if_it_was_taken_away(error.__cause__)
+        except (self.CollectError, ValueError) as error:
+            skip_if_it_was_taken_away(error.__cause__ or error)
             raise
 
 

@@ -176,7 +176,7 @@ class Model:
     def _write(self, seq: Any, count: int, texts: list[int], step: Any) -> list[tuple[int, int]]:
         """The (block, slot) that were written."""
         size, end, written = self.manager.block_size, seq.num_computed_tokens, []
-        for position in range(max(end - count, seq.num_hit_tokens), end):
+        for position in range(max(end - count, seq.num_found_tokens), end):
             block, slot = seq.block_table[position // size], position % size
             # Others of this step may have it already, if they want these very tokens: `_check` shows it.
             assert block != NULL and (self.manager.ref_counts[block] == 1 or any(

@@ -137,8 +137,8 @@ def received_by_llm(*argv: str) -> dict:
     return options | dict(model=model)
 
 
-RIGHT = {int: ("2", 2), float: ("0.5", 0.5), str: ("my/own", "my/own"), list: ("two words", ["two words"]),
-         cli._ids: ("5,6", [5, 6]), cli._object: ('{"5": -1.5}', {"5": -1.5}),
+RIGHT = {None: ("file", "file"), int: ("2", 2), float: ("0.5", 0.5), str: ("my/own", "my/own"),
+         list: ("two words", ["two words"]), cli._ids: ("5,6", [5, 6]), cli._object: ('{"5": -1.5}', {"5": -1.5}),
          cli._file: (str(ROOT / "requirements.txt"), (ROOT / "requirements.txt").read_text())}
 WRONG = {int: ("many", "1.5", "", "nan"), float: ("warm", "", "1,5", "0.5x"),
          cli._ids: ("five", "", "5,", "5 6", "[5]", "1.5"), cli._object: ("five", "", "5", "[5]", "{", "{5: 1}")}

@@ -9,8 +9,8 @@ from unittest.mock import DEFAULT, Mock, patch
 import pytest
 import torch
 
-from nanopaged import BeamSearchParams, SamplingParams
-from nanopaged.sampling_params import StructuredOutputsParams
+import nanopaged
+from nanopaged import SamplingParams
 from nanopaged.tests.helpers import GREEDY, PROMPT, check_books, let_fail, load, rewritten, shared, tokens_of
 
 # ---- Requests that fail
@@ -46,7 +46,7 @@ def test_broken_weights_end_every_request_and_the_engine_goes_on(tmp_path, kv_ca
     llm = load(path, kv_cache_dtype=kv_cache_dtype, lookahead=1)
     for _ in range(2):
         assert [output.outputs[0].finish_reason for output in llm.generate([PROMPT] * 3, GREEDY)] == ["error"] * 3
-    beam = llm.beam_search(PROMPT, BeamSearchParams(beam_width=2, max_tokens=4))[0].outputs[0]
+    beam = llm.beam_search(PROMPT, nanopaged.BeamSearchParams(beam_width=2, max_tokens=4))[0].outputs[0]
     assert beam.finish_reason == "error" and "not a number" in beam.stop_reason
     with pytest.raises(RuntimeError, match="not a number"):
         list(llm.stream(PROMPT))
@@ -185,7 +185,7 @@ def test_a_token_that_is_drawn_again_counts_once():
     """With a grammar a step is sampled when it is read, or by the next launch, and again if that fails."""
     pytest.importorskip("llguidance", reason="structured outputs need it; .ci/run installs it for its last part")
     params = SamplingParams(temperature=0, max_tokens=8, frequency_penalty=2.0,
-                            structured_outputs=StructuredOutputsParams(regex="[a-d]{9}"))
+                            structured_outputs=nanopaged.StructuredOutputsParams(regex="[a-d]{9}"))
     llm = load()
     expected = tokens_of(llm.generate(PROMPT, params))
     llm.runner.rows.last_tokens = table = Mock(wraps=llm.runner.rows.last_tokens)
@@ -256,7 +256,7 @@ def test_an_interrupt_in_the_clean_up_of_a_step_out_of_memory_is_not_lost():
 
 def test_a_leak_is_noticed_whatever_ends_the_last_request():
     for end in (lambda llm: llm.abort_request(llm.add_request(PROMPT)), lambda llm: llm.stream(PROMPT).close(),
-                lambda llm: llm.beam_search(PROMPT, BeamSearchParams(beam_width=2, max_tokens=2))):
+                lambda llm: llm.beam_search(PROMPT, nanopaged.BeamSearchParams(beam_width=2, max_tokens=2))):
         llm = load()
         llm.engine.lookahead = 0  # else a step may be under way when a request ends, and the books are checked after it
         stream = llm.stream(PROMPT)

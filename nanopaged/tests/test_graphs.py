@@ -3,6 +3,7 @@
 On a CPU a pretended graph does again what was done while it was recorded."""
 
 import threading
+from importlib import import_module
 
 import pytest
 import torch
@@ -68,11 +69,9 @@ def record_graphs(llm, monkeypatch):
     runner, replayed = llm.runner, []
     if not CUDA:
         cascade, grammar = if_there("cascade"), if_there("grammar")
-        kinds = [cascade.CascadeRunner] if cascade else []
-        if runner.config.groups:
-            from nanopaged.features.kinds.device import KindsRunner
-            kinds.insert(0, KindsRunner)
-        runner.__class__, runner.graphs = runner_class([*kinds, GraphRunner]), {}
+        mixins = [import_module("nanopaged.features.kinds.device").KindsRunner] if runner.config.groups else []
+        mixins += [cascade.CascadeRunner] if cascade else []
+        runner.__class__, runner.graphs = runner_class([*mixins, GraphRunner]), {}
         for kind in [GraphRunner, grammar.Masks] if grammar else [GraphRunner]:
             monkeypatch.setattr(kind, "_static_step", pretend_to_record(kind._static_step))
         for patch in plain_kernels():

@@ -45,6 +45,12 @@ def test_every_line_of_the_traces_is_printed_in_this_order(capsys):
             assert line in printed, f"the trace does not print this line, or not behind those before it: {line!r}"
 
 
+def test_a_newcomers_commands_are_those_of_ci():
+    run = (ROOT / ".ci" / "run").read_text(encoding="utf-8").replace(" -q", "")
+    installing = [command for command in COMMANDS if command.startswith("pip install")]
+    assert len(installing) == 2 and all(f"({command}" in run for command in installing)
+
+
 def test_the_python_example_runs(capsys):
     code = next(text for language, text in FENCED if language == "python")
     exec(code.replace("LLM()", "LLM(device='cpu')"), {})

@@ -20,7 +20,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nanopaged import SamplingParams, StructuredOutputsParams
+import nanopaged
+from nanopaged import SamplingParams
 from nanopaged.cli.main import main
 from nanopaged.features import fused
 from nanopaged.features.tensor_parallel import workers
@@ -118,7 +119,7 @@ def test_drafts():
 def test_grammars():
     pytest.importorskip("llguidance")
     params = SamplingParams(temperature=0.9, seed=3, max_tokens=40,
-                            structured_outputs=StructuredOutputsParams(regex="(I|We) am [a-z]{2}, and [0-9] years old"))
+                            structured_outputs=dict(regex="(I|We) am [a-z]{2}, and [0-9] years old"))
     plain = SamplingParams(temperature=0.9, seed=5, max_tokens=10, ignore_eos=True)
     for lookahead in (0, 1):
         llm = split("shakespeare", lookahead=lookahead)
@@ -184,7 +185,7 @@ def end(llm):
         llm.generate(PROMPT, SamplingParams(max_tokens=100, ignore_eos=True))
     assert_gone(*pids, within=0)
     for call in (lambda: llm.generate(PROMPT), lambda: llm.add_request(PROMPT), llm.step, llm.reset_prefix_cache,
-                 lambda: next(llm.stream(PROMPT)), lambda: llm.beam_search(PROMPT, helpers.BEAMS)):
+                 lambda: next(llm.stream(PROMPT)), lambda: llm.beam_search(PROMPT, nanopaged.BeamSearchParams(2))):
         with pytest.raises(EngineDeadError, match=f"^{re.escape(str(first.value))}$"):
             call()
     assert not llm.has_unfinished_requests() and not llm.scheduler.running

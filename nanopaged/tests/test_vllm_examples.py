@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanopaged import LLM, BeamSearchParams, RequestOutput, SamplingParams, TextPrompt
+import nanopaged
+from nanopaged import LLM, RequestOutput, SamplingParams, TextPrompt
 from nanopaged.api import core
 from nanopaged.tests.helpers import BUNDLED, GOLDEN, complaint, write_files
 from nanopaged.tests.test_cli import Screen
@@ -101,7 +102,8 @@ def test_a_second_run_gives_the_same_texts():
 
 def test_beam_search(llm):
     """vLLM's beams are sequences, whose tokens and text begin with the prompt (test_beam.py has their scores)."""
-    params = BeamSearchParams(beam_width=4, max_tokens=10, ignore_eos=True, temperature=0.0, length_penalty=1.0)
+    params = nanopaged.BeamSearchParams(beam_width=4, max_tokens=10, ignore_eos=True, temperature=0.0,
+                                        length_penalty=1.0)
     for output in llm.beam_search([{"prompt_token_ids": TOKENIZER.encode(PROMPTS[0])}, {"prompt": PROMPTS[0]}], params):
         assert len(output.sequences) == 4
         for sequence, sample in zip(output.sequences, output.outputs, strict=True):
@@ -172,7 +174,7 @@ def test_methods_for_pooling_models_get_a_sentence(method, llm):
 def test_use_tqdm(monkeypatch, llm):
     """A bar is drawn on a terminal and in a notebook's cell, and gone at the end. By default beam_search has none."""
     cell = type("OutStream", (io.StringIO,), dict(__module__="ipykernel.iostream"))
-    beams = BeamSearchParams(beam_width=2, max_tokens=3)
+    beams = nanopaged.BeamSearchParams(beam_width=2, max_tokens=3)
 
     def drawn(call, *args, stderr=Screen, **how) -> str:
         monkeypatch.setattr(sys, "stderr", stderr())
