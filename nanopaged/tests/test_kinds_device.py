@@ -164,7 +164,7 @@ def test_more_texts_run_at_once():
     grouped = run()
     with plain:
         num_steps, num_preempted = run()
-    assert grouped[0] < num_steps / 2 and grouped[1] <= num_preempted, (grouped, num_steps, num_preempted)
+    assert grouped[0] < 0.6 * num_steps and grouped[1] <= num_preempted, (grouped, num_steps, num_preempted)
 
 
 # ---- Heads of two sizes
