@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 import nanopaged.features.kinds as kinds_module
-from engine import Scheduler, Status, cdiv
+from engine import Sampled, Scheduler, Status, cdiv
 from nanopaged.api.core import sequence_class
 from nanopaged.features.beam import BeamSearch
 from nanopaged.features.drafts import Drafter, Drafting, DraftingScheduler, DraftSequence
@@ -260,6 +260,26 @@ def test_a_prompt_finds_what_all_groups_have(windows):
     chat = sequence(list(range(400)), 8)
     run(model, chat)
     assert tokens(model, chat.token_ids + [1] * 20) == 407 // 16 * 16
+
+
+def test_a_second_turn_after_8000_tokens():
+    """In the shape of Gemma 3 4B, with a pool for three such texts, after others have used it: all but the last block.
+    """
+    scheduler = Scheduler(kinds(1000, 64, [1024] * 6, 2048), 8, 2048)
+
+    def answer(prompt):
+        seq = sequence(prompt, 100)
+        scheduler.add(seq)
+        while seq.status is not Status.FINISHED:
+            step = scheduler.schedule()
+            scheduler.update(step, Sampled([7] * len(step.sampled)))
+        return seq
+
+    first = answer(range(8000))
+    for i in range(3):
+        answer([10_000 + i] * 4000)
+    second = answer(first.token_ids + [5] * 200)
+    assert second.num_cached_tokens == 8099 // 64 * 64
 
 
 def test_the_deepest_key_that_suits_all_groups():

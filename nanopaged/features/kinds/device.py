@@ -311,15 +311,15 @@ def longest_text(options: Any, runner: Any, size: int) -> int:
 def fit(options: Any, runner: Any, num_blocks: int) -> tuple[list[int], int, int, int]:
     """(each group's window, the pool's blocks, the most tokens of a step, the most of a text). In each group a step's
     tokens need blocks beside a window, so a step has fewer tokens if longer texts are wanted than would fit then."""
-    num_blocks, most_tokens = runner.pool.num_small(num_blocks), options.max_num_batched_tokens
+    num_blocks, size = runner.pool.num_small(num_blocks), runner.block_size
     of_layers = runner.config.sliding_windows or [0] * runner.config.num_layers
     windows = [0] + [of_layers[layer] for layer in runner.pool.layout.first_layers[1:]]  # the index keeps all
     windows = [window if window < runner.max_model_len else 0 for window in windows]
-    while True:
-        longest = most_blocks(num_blocks, runner.block_size, windows, most_tokens) * runner.block_size
-        if longest >= runner.max_model_len or most_tokens <= FEWEST_TOKENS:
-            return windows, num_blocks, most_tokens, longest
-        most_tokens //= 2
+    asked = options.max_num_batched_tokens
+    fewer = [asked >> i for i in range(asked.bit_length()) if not i or asked >> i >= FEWEST_TOKENS]
+    longest = {tokens: most_blocks(num_blocks, size, windows, tokens) * size for tokens in fewer}
+    most_tokens = max(fewer, key=lambda tokens: (min(longest[tokens], runner.max_model_len), tokens))
+    return windows, num_blocks, most_tokens, longest[most_tokens]
 
 
 def most_blocks(num_blocks: int, block_size: int, windows: list[int], most_tokens: int) -> int:
