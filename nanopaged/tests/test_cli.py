@@ -65,11 +65,15 @@ def words(**options) -> list[str]:
 
 @pytest.fixture
 def call(capsys):
-    """Runs the program with words and options, checks the exit code, and returns what was printed."""
+    """Runs the program with words and options, checks the exit code, and returns what was printed. ValueError with the
+    program's sentence for what it refuses."""
     def call(*argv: str, code: int = 0, llm_class=shared_llm, **options):
         capsys.readouterr()
-        assert run(*argv, *words(**options), llm_class=llm_class) == code
-        return capsys.readouterr()
+        found, captured = run(*argv, *words(**options), llm_class=llm_class), capsys.readouterr()
+        if found == 2 != code:
+            raise ValueError(captured.err.splitlines()[-1])
+        assert found == code, captured.err
+        return captured
 
     return call
 
