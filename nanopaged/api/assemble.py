@@ -41,11 +41,7 @@ def make_runners(options: Any, config: model.ModelConfig, path: Path,
     first GPUs, with the weights of the first; with tensor_parallel_size that of the first GPU, with a worker process
     for each other one."""
     num_ranks, fp8 = options.tensor_parallel_size, False
-    if config.layer_heads:
-        feature("kinds.device", "a model with heads of several sizes").choose(options, config)
-    elif len(set(config.sliding_windows)) > 1:
-        if kinds := default_feature("kinds.device", "a text that keeps all blocks of layers with a window,"):
-            kinds.choose(options, config)
+    choose_groups(options, config)
     option = "tensor_parallel_size" if num_ranks > 1 else "data_parallel_size"
     devices = pick_devices(options.device, vars(options)[option], option)
     if options.quantization or config.fp8:
@@ -70,6 +66,15 @@ def make_runners(options: Any, config: model.ModelConfig, path: Path,
         runners.append(runner)
     return runners, [allocate_pool(runner, options.num_gpu_blocks_override or options.num_blocks,
                                    options.gpu_memory_utilization) for runner in runners]
+
+
+def choose_groups(options: Any, config: model.ModelConfig) -> None:
+    """Put layers of several kinds into groups (features/kinds)."""
+    if config.layer_heads:
+        feature("kinds.device", "a model with heads of several sizes").choose(options, config)
+    elif len(set(config.sliding_windows)) > 1:
+        if kinds := default_feature("kinds.device", "a text that keeps all blocks of layers with a window,"):
+            kinds.choose(options, config)
 
 
 def pick_runner(options: Any, device: torch.device) -> tuple[type[Runner], kernel.Kernels, model.Modules]:
