@@ -19,7 +19,7 @@ import nanopaged
 from engine import Status
 from nanopaged import LLM, SamplingParams, optional_triton
 from nanopaged.device.pool import GIB
-from nanopaged.tests.without import is_there
+from nanopaged.tests.without import feature_names, is_there
 from nanopaged.weights.build import as_checkpoint, build_model
 from nanopaged.weights.checkpoint import read_safetensors, read_tensors
 
@@ -60,6 +60,12 @@ def needs(*features):
     """Skips a test where one of these was taken away. (A test that ends with the error about it is skipped anyway.)"""
     away = ", ".join(f"nanopaged/features/{name}" for name in features if not is_there(name))
     return pytest.mark.skipif(bool(away), reason=f"needs {away}, which is not there")
+
+
+def without_notes(err: str) -> str:
+    """What was told on stderr, without the lines about features that are on by default and were taken away."""
+    away = "|".join(name for name in feature_names() if not is_there(name))
+    return re.sub(rf"(?m)^.* needs nanopaged/features/({away}), which is not there; .*\n", "", err) if away else err
 
 
 def if_there(feature: str):

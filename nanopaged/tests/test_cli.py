@@ -20,7 +20,7 @@ from nanopaged.cli import main as cli
 from nanopaged.cli.main import main
 from nanopaged.device.runner import Runner
 from nanopaged.options import OPTIONS
-from nanopaged.tests.helpers import BUNDLED, ROOT, write_files
+from nanopaged.tests.helpers import BUNDLED, ROOT, without_notes, write_files
 
 ROMEO, JULIET = "ROMEO: But soft", "JULIET: Ay me"
 GREEDY = dict(temperature=0, max_tokens=12)
@@ -65,11 +65,15 @@ def words(**options) -> list[str]:
 
 @pytest.fixture
 def call(capsys):
-    """Runs the program with words and options, checks the exit code, and returns what was printed."""
+    """Runs the program with words and options, checks the exit code, and returns what was printed. ValueError with the
+    program's sentence for what it refuses."""
     def call(*argv: str, code: int = 0, llm_class=shared_llm, **options):
         capsys.readouterr()
-        assert run(*argv, *words(**options), llm_class=llm_class) == code
-        return capsys.readouterr()
+        found, captured = run(*argv, *words(**options), llm_class=llm_class), capsys.readouterr()
+        if found == 2 != code:
+            raise ValueError(captured.err.splitlines()[-1])
+        assert found == code, captured.err
+        return captured
 
     return call
 
@@ -84,11 +88,12 @@ def text_after(prompt, **params) -> str:
 
 def assert_refused(captured, *words: str):
     """stderr holds one sentence with the words, and stdout holds nothing."""
+    err = without_notes(captured.err)
     assert captured.out == ""
-    assert len(captured.err.splitlines()) == 1
-    assert captured.err.startswith("error: ") and ". " not in captured.err and "Traceback" not in captured.err
+    assert len(err.splitlines()) == 1
+    assert err.startswith("error: ") and ". " not in err and "Traceback" not in err
     for word in words:
-        assert word in captured.err
+        assert word in err
 
 
 def nothing_left(llm: LLM) -> bool:

@@ -11,7 +11,7 @@ import torch
 
 import nanopaged
 from nanopaged import SamplingParams
-from nanopaged.tests.helpers import GREEDY, PROMPT, check_books, let_fail, load, rewritten, shared, tokens_of
+from nanopaged.tests.helpers import GREEDY, PROMPT, check_books, let_fail, load, needs, rewritten, shared, tokens_of
 
 # ---- Requests that fail
 
@@ -150,6 +150,7 @@ def test_an_error_inside_a_step_leaves_a_usable_engine():
     assert tokens_of(llm.generate([[5, 6, 7]], GREEDY)) == tokens_of(shared("llama2").generate([[5, 6, 7]], GREEDY))
 
 
+@needs("recovery")
 @pytest.mark.parametrize("is_computed", [False, True])
 @pytest.mark.parametrize("fails_at", [5, 7, 9])
 def test_a_step_that_fails_leaves_the_settings_alone(fails_at, is_computed):
@@ -245,6 +246,7 @@ def test_a_step_out_of_memory_is_tried_again_with_less_and_the_token_budget_grow
     assert llm.scheduler.max_num_batched_tokens == 64
 
 
+@needs("recovery")
 def test_an_interrupt_in_the_clean_up_of_a_step_out_of_memory_is_not_lost():
     llm = load("llama2", lookahead=1)
     read = Mock(side_effect=KeyboardInterrupt)  # the tokens of the step before

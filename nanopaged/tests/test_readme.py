@@ -60,7 +60,7 @@ def test_the_python_example_runs(capsys):
 def test_every_option_exists():
     of_bench, of_others = (ROOT / "bench.py").read_text(), {
         "--help", "--headless", "--hide-scrollbars", "--index-url", "--screenshot", "--window-size", "--address",
-        "--factory", "--first", "--generate", "--head", "--http-host", "--working-dir"}
+        "--all", "--factory", "--first", "--generate", "--head", "--http-host", "--working-dir"}
     known = help_text().replace("--[no-]", "--no-")
     for option in set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README)) - of_others:
         assert re.search(option + r"\b(?!-)", known) or f'"{option}"' in of_bench, option
@@ -77,7 +77,8 @@ def feature_in(path: str) -> str | None:
 def test_every_path_and_every_heading_that_is_linked_exists():
     paths = set(re.findall(r"`([\w./]+\.(?:py|txt|toml|yml)|nanopaged/[\w/]*)`", README))
     assert len(paths) > 15
-    ours = {path for path in paths - {"merges.txt"} if not path.startswith(("basic/", "features/"))}  # those are vLLM's
+    ours = {path for path in paths - {"merges.txt", "test_NAME.py"}
+            if not path.startswith(("basic/", "features/"))}  # those are vLLM's
     ours -= {EXAMPLE, *(path for path in ours if (name := feature_in(path)) and not is_there(name))}
     assert not [path for path in ours if not (ROOT / path).exists() and not (FEATURES / path).exists()]
     modules = re.findall(r"python -m nanopaged\.tests\.(\w+)", README)
