@@ -64,7 +64,7 @@ SCENARIOS: dict[str, dict[str, tuple[Any, ...]]] = {
     "two pools": dict(pools=(2, 3), samples=((1, 1, 3),), spare_blocks=(0, 2, 16), priorities=((0,), (0, 1)),
                       fails=(0.0, 0.05), aborts=(0.0, 0.1), host_blocks=(0, 0, 10)),
     "drafts": dict(drafts=(0.5, 1.0), fails=(0.0, 0.05), aborts=(0.0, 0.1), spare_blocks=(1, 8), samples=((1,), (1, 3)),
-                   host_blocks=(0, 0, 10), window=(0, 0, 7)),
+                   host_blocks=(0, 0, 10), window=(0, 0, 7), budget=(16, 64)),
     "priorities": dict(priorities=((0, 1, 2),), spare_blocks=(0, 2, 8), at_once=(8,), beams=(0.0, 0.1)),
     "everything at once": dict(
         window=(0, 0, 5), host_blocks=(0, 5, 50), pools=(1, 2, 3), drafts=(0.0, 0.5), samples=((1, 1, 2, 4),),
@@ -138,7 +138,7 @@ class Model:
         written = [place for seq, count in zip(step.seqs, step.num_tokens) for place in self._write(
             seq, count, whole[seq], step)]
         self.events.update(preempted=len(step.preempted), copied=len(step.copies), steps=1, failed=bool(fault),
-                           swapped=len(getattr(step, "swaps_in", ())))
+                           drafts=len(step.sampled) - len({*step.sampled}), swapped=len(getattr(step, "swaps_in", ())))
         if fault in ("launch", "memory"):
             self._spoil(written)
             raise OSError(fault) if fault == "launch" else torch.OutOfMemoryError(fault)
