@@ -262,7 +262,7 @@ KNOWN = dict(
 # all features do, a simulation does it, and attention and the model's settings have sliding windows of their own.
 FORMATS = {"options.py", "sampling_params.py", "outputs.py", "trace.py", "frames.py", "page.py", "simulate.py"}
 ATTENTION = {"kernel.py", "model.py", "tiles.py", "families.py", "rectangles.py", "warmup.py", "cascade.py",
-             "hopper.py", "experts.py"}
+             "hopper.py", "experts.py", "more_families.py"}
 
 
 @cache
