@@ -11,7 +11,7 @@ from nanopaged import SamplingParams, tiles
 from nanopaged.device.pool import FP8
 from nanopaged.features import cascade
 from nanopaged.features.cascade import Cascade, CascadeRunner
-from nanopaged.tests.helpers import CUDA, GOLDEN, GREEDY, PROMPT, load, needs_gpu, needs_kernel, tokens_of
+from nanopaged.tests.helpers import CUDA, GOLDEN, GREEDY, PROMPT, load, needs, needs_gpu, needs_kernel, tokens_of
 
 # --------------------------------------------------------------------------------------------------
 # Which sequences have blocks in common
@@ -306,6 +306,17 @@ def test_texts_are_the_same_with_and_without(graphs, options, monkeypatch):
         assert llm.scheduler.block_manager.num_free_blocks == llm.scheduler.block_manager.num_blocks
     assert texts[0] == texts[1] and max(sizes) > 0
     assert not graphs or {bool(shape.num_entries) for shape in replayed} == {False, True}
+
+
+@needs("graphs")
+def test_every_recorded_step_has_room_for_a_cascade(monkeypatch):
+    from nanopaged.tests.test_graphs import record_graphs
+    llm = load(graphs=True, max_num_batched_tokens=256, dtype="bfloat16" if CUDA else "float32")
+    if not CUDA:
+        llm.runner.cascade = Cascade(16, 64, 4)
+    record_graphs(llm, monkeypatch)
+    shapes = [shape._replace(num_entries=llm.runner.cascade.rooms[-1]) for shape in llm.runner.graphs]
+    assert max(sum(shape.layout) for shape in shapes) == len(llm.runner.graph_input)
 
 
 @needs_kernel

@@ -142,8 +142,8 @@ def received_by_llm(*argv: str) -> dict:
     return options | dict(model=model)
 
 
-RIGHT = {int: ("2", 2), float: ("0.5", 0.5), str: ("my/own", "my/own"), list: ("two words", ["two words"]),
-         cli._ids: ("5,6", [5, 6]), cli._object: ('{"5": -1.5}', {"5": -1.5}),
+RIGHT = {None: ("file", "file"), int: ("2", 2), float: ("0.5", 0.5), str: ("my/own", "my/own"),
+         list: ("two words", ["two words"]), cli._ids: ("5,6", [5, 6]), cli._object: ('{"5": -1.5}', {"5": -1.5}),
          cli._file: (str(ROOT / "requirements.txt"), (ROOT / "requirements.txt").read_text())}
 WRONG = {int: ("many", "1.5", "", "nan"), float: ("warm", "", "1,5", "0.5x"),
          cli._ids: ("five", "", "5,", "5 6", "[5]", "1.5"), cli._object: ("five", "", "5", "[5]", "{", "{5: 1}")}
@@ -153,7 +153,7 @@ def given(name: str) -> tuple[list[str], object]:
     """An option on the command line, and its value."""
     kind = cli.KINDS[name]
     text, value = (None, kind) if isinstance(kind, bool) else (kind[0],) * 2 if isinstance(kind, tuple) else RIGHT[kind]
-    return [cli._option(name)] + [text] * (text is not None), value
+    return [cli.option_name(name)] + [text] * (text is not None), value
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -166,8 +166,8 @@ def test_engine_options_reach_the_engine(name):
 def test_a_value_of_another_type_is_refused(capsys):
     for name, kind in cli.KINDS.items():
         for value in WRONG.get(kind, ()):
-            assert run("--prompt", "x", f"{cli._option(name)}={value}", llm_class=no_llm) == 2
-            assert_refused(capsys.readouterr(), cli._option(name), repr(value))
+            assert run("--prompt", "x", f"{cli.option_name(name)}={value}", llm_class=no_llm) == 2
+            assert_refused(capsys.readouterr(), cli.option_name(name), repr(value))
 
 
 def test_short_names_and_underscores():
@@ -368,7 +368,7 @@ def test_options_that_need_others_or_exclude_them(capsys, monkeypatch):
         argv += [] if {name, other} & {"prompt", "prompts", "chat", "serve"} else given("prompt")[0]
         assert run(*argv, llm_class=no_llm) == 2
         expected = cli.NEEDS.get(name) or cli.NEEDS.get(other) or [other]
-        assert_refused(capsys.readouterr(), *map(cli._option, expected))
+        assert_refused(capsys.readouterr(), *map(cli.option_name, expected))
 
 
 @pytest.mark.parametrize("options, word", [
@@ -395,7 +395,7 @@ def test_help_names_every_option_with_its_default(capsys):
     lines = captured.out.splitlines()
     assert captured.err == "" and max(map(len, lines)) <= 100
     named = set(re.findall(r"(?<![\w-])--[a-z-]+", captured.out.replace("--[no-]", "--no-")))
-    assert named - {"--version"} == set(map(cli._option, cli.KINDS))
+    assert named - {"--version"} == set(map(cli.option_name, cli.KINDS))
     # Functions have no place on a command line, and neither have the refused parameters.
     assert {field.name for field in fields(SamplingParams)} - set(cli.SAMPLING) == {
         "logits_processors", "detokenize", "structured_outputs"}
@@ -405,7 +405,7 @@ def test_help_names_every_option_with_its_default(capsys):
             if name in cli.KINDS and name != "beam_width" and not isinstance(default, (bool, NoneType))}
     assert len(told) > 20
     for name, default in told.items():
-        told_of = re.search(rf"^(?=  -).*{cli._option(name)} .*(\n   .*)*$", captured.out, re.M)[0]
+        told_of = re.search(rf"^(?=  -).*{cli.option_name(name)} .*(\n   .*)*$", captured.out, re.M)[0]
         assert name in ("swap_space", "data_parallel_size", "tensor_parallel_size") or re.search(
             rf"\[.*\b{default}\b.*\]", told_of), told_of
 

@@ -1,8 +1,9 @@
 """Mixtures of experts: what is special about loading them, and their logits and texts. (Tests of drafts,
-cascades and recorded steps go over all golden checkpoints, of which five are mixtures.)"""
+cascades and recorded steps go over all golden checkpoints, of which seven are mixtures.)"""
 import json
 
 import pytest
+import torch
 
 import test_paged
 from nanopaged import LLM
@@ -18,9 +19,11 @@ from nanopaged.tests.helpers import (
     needs_kernel,
     prompt_logits,
     relative_error,
+    stack_experts,
     use_modules,
 )
 from nanopaged.tests.pretended import fused, kept
+from nanopaged.weights.build import as_checkpoint
 
 
 def test_all_experts_have_one_tensor():
@@ -36,7 +39,7 @@ def test_all_experts_have_one_tensor():
 def test_experts_in_8_bits(tmp_path, variant, keeps):
     """All matrices but the routers."""
     config = json.loads((GOLDEN / variant / "config.json").read_text()) | dict(
-        hidden_size=64, num_attention_heads=8, intermediate_size=48, moe_intermediate_size=32,
+        hidden_size=64, num_attention_heads=8, intermediate_size=48, moe_intermediate_size=48,
         shared_intermediate_size=16)
     (tmp_path / "config.json").write_text(json.dumps(config))
     options = dict(load_format="dummy", dtype="float32", device=DEVICE, num_blocks=64)
@@ -51,6 +54,12 @@ def test_experts_in_8_bits(tmp_path, variant, keeps):
         for name, tensor in kept(llm).items():
             assert relative_error(tensor, expected[name]) < 0.03
         assert relative_error(prompt_logits(llm, PROMPT), prompt_logits(plain, PROMPT)) < 0.1
+    # One tensor with all experts' matrices as [experts, in, out] is turned before its rows get their scales.
+    tensors = dict(as_checkpoint(plain.runner.model.named_parameters(), plain.config))
+    torch.save(stack_experts(tensors, is_turned=True), tmp_path / "pytorch_model.bin")
+    stacked = LLM(str(tmp_path), quantization="fp8", enforce_eager=True, **options | dict(load_format="auto"))
+    for name, tensor in kept(stacked).items():
+        assert relative_error(tensor, expected[name]) < 0.03
 
 
 @pytest.mark.parametrize("variant", MIXTURES)

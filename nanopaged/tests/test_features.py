@@ -85,19 +85,24 @@ ASK = dict(
     batch=command("--prompts", "x.txt"), beam=lambda: llm().beam_search("O", nanopaged.BeamSearchParams(2, 2)),
     chat_template=lambda: llm().chat([{"role": "user", "content": "Hi"}]), conversation=converse,
     drafts=command(*PROMPT, "--speculate", "3"), edits=ask(presence_penalty=1), fp8=lambda: llm(quantization="fp8"),
-    experts=lambda: llm(model=str(GOLDEN / "mixtral")), fused_experts=experts_on_a_gpu,
-    structured=ask(structured_outputs=dict(regex="a+")),
+    fp8_cache=lambda: llm(kv_cache_dtype="fp8"), experts=lambda: llm(model=str(GOLDEN / "mixtral")),
+    fused_experts=experts_on_a_gpu,
+    structured=ask(structured_outputs=dict(regex="a+")), more_families=lambda: llm(model=str(GOLDEN / "arcee")),
     frames=command(*PROMPT, "--trace"), grammar=ask(structured_outputs=dict(regex="a+")),
     hub=command("--model", "org/name", *PROMPT), huggingface=lambda: load_tokenizer(GOLDEN / "tokenizers" / "llama2"),
-    logprobs=ask(logprobs=1), page=command(*PROMPT, "--trace", os.devnull + ".html"), router=command(
-        *PROMPT, "--data-parallel-size", "2"), samples=command(*PROMPT, "-n", "2"),
+    logprobs=ask(logprobs=1), page=command(*PROMPT, "--trace", os.devnull + ".html"),
+    progress=command(*PROMPT, "--prompt", "JULIET:"), router=command(*PROMPT, "--data-parallel-size", "2"),
+    samples=command(*PROMPT, "-n", "2"),
     sandbox=lambda: llm().chat([{"role": "user", "content": "Hi"}], chat_template="x"),
-    server=command("--serve", "--port", "0"), swapping=command(*PROMPT, "--swap-space", "0.01"),
+    query_scale=lambda: llm(model=str(GOLDEN / "ministral3")), server=command("--serve", "--port", "0"),
+    simulate=command("--simulate", "--requests", "1"),
+    swapping=command(*PROMPT, "--swap-space", "0.01"),
     stop=ask(stop="a"), tensor_parallel=lambda: llm(tensor_parallel_size=2), trace=command(*PROMPT, "--trace"))
 MISSED = dict(
     cascade=on_a_gpu, fused=on_a_gpu, graphs=on_a_gpu, hopper=on_a_gpu, pick=on_a_gpu, last_layer=llm, rectangles=llm,
-    ray_data=None, ray_serve=None, threads=llm,
-    recovery=lambda: fail(llm()), warmup=None, swapping=lambda: llm(model=str(GOLDEN / "mistral")))
+    ray_data=None, ray_serve=None, ray_words=None, threads=llm,
+    recovery=lambda: fail(llm()), warmup=None, kinds=lambda: llm(model=str(GOLDEN / "gemma3")),
+    swapping=lambda: llm(model=str(GOLDEN / "mistral")))
 
 
 def fail(engine):
@@ -248,13 +253,14 @@ def test_tests_of_a_feature_that_is_not_there_are_skipped_and_say_so(capfd):
 KNOWN = dict(
     beams=("beam", "beam", 15), drafts=("draft|speculat|proposer", "drafts", 25),
     grammars=("grammar|structured|masks", "grammar|structured", 25),
-    windows_and_swapping=("swap|host_(table|block)|window", "swapping", 20),
+    windows_and_swapping=("swap|host_(table|block)|window", "swapping|kinds", 20),
+    kinds_of_layers=("layer_heads|with_groups|attention_shapes|shape_of|num_query_tiles", "kinds", 16),
     edits=("^edit|repetition|frequency_|presence_|logit_bias|bad_words|logits_processor", "edits", 15),
     trace=("(^|_)traced?$", "trace|frames|page", 8), server=("^serv(e|er|ing|ed)(_|$)", "server|ray_.*", 8),
     router=("pools|data_parallel|^routers?$", "router|(fused_)?experts|ray_data", 12))
 # What is neither a feature's nor the engine's: the table of options, settings and output formats. The trace shows what
-# all features do, and attention and the model's settings have sliding windows of their own.
-FORMATS = {"options.py", "sampling_params.py", "outputs.py", "trace.py", "frames.py", "page.py"}
+# all features do, a simulation does it, and attention and the model's settings have sliding windows of their own.
+FORMATS = {"options.py", "sampling_params.py", "outputs.py", "trace.py", "frames.py", "page.py", "simulate.py"}
 ATTENTION = {"kernel.py", "model.py", "tiles.py", "families.py", "rectangles.py", "warmup.py", "cascade.py",
              "hopper.py", "experts.py"}
 

@@ -3,6 +3,7 @@
 On a CPU a pretended graph does again what was done while it was recorded."""
 
 import threading
+from importlib import import_module
 
 import pytest
 import torch
@@ -68,8 +69,9 @@ def record_graphs(llm, monkeypatch):
     runner, replayed = llm.runner, []
     if not CUDA:
         cascade, grammar = if_there("cascade"), if_there("grammar")
-        kinds = [cascade.CascadeRunner] if cascade else []
-        runner.__class__, runner.graphs = runner_class([*kinds, GraphRunner]), {}
+        mixins = [import_module("nanopaged.features.kinds.device").KindsRunner] if runner.config.groups else []
+        mixins += [cascade.CascadeRunner] if cascade else []
+        runner.__class__, runner.graphs = runner_class([*mixins, GraphRunner]), {}
         for kind in [GraphRunner, grammar.Masks] if grammar else [GraphRunner]:
             monkeypatch.setattr(kind, "_static_step", pretend_to_record(kind._static_step))
         for patch in plain_kernels():
@@ -89,6 +91,7 @@ SHORTAGES = [{}, dict(max_num_batched_tokens=7), dict(max_num_seqs=2, max_num_ba
 
 @pytest.mark.parametrize("variant, options", [
     *(("qwen3", options) for options in SHORTAGES), ("gpt2", SHORTAGES[3]), ("mistral", SHORTAGES[1]),
+    ("gemma3-groups", SHORTAGES[1]), ("qwen2-groups", dict(num_blocks=12, block_size=8)),
     *((variant, {}) for variant in ("gpt2", "mistral", "phi3", "smollm3", "olmo3", "gemma3", "qwen3-moe", "olmoe",
                                  "granite-moe-shared"))], ids=str)
 def test_outputs_of_replayed_steps(monkeypatch, variant, options):

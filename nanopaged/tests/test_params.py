@@ -179,7 +179,8 @@ def test_a_generation_config_out_of_range_is_blamed():
 
 
 @pytest.mark.parametrize("make, name, value, _", [
-    *cases(SamplingParams, GOOD), *cases(beams, GOOD_BEAMS, needs("beam"))], ids=lambda value: f"{value!r:.30}")
+    *cases(SamplingParams, GOOD), *cases(beams, GOOD_BEAMS, needs("beam"))],
+    ids=lambda value: getattr(value, "__name__", f"{value!r:.30}"))
 def test_edge_values_pass_unchanged(make, name, value, _):
     """Only fractions change, which become floats, and collections of token ids, which become lists."""
     kept = getattr(make(**{name: value}), name)

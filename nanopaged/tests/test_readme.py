@@ -60,7 +60,7 @@ def test_the_python_example_runs(capsys):
 def test_every_option_exists():
     of_bench, of_others = (ROOT / "bench.py").read_text(), {
         "--help", "--headless", "--hide-scrollbars", "--index-url", "--screenshot", "--window-size", "--address",
-        "--all", "--factory", "--generate", "--head", "--http-host", "--working-dir"}
+        "--all", "--factory", "--first", "--generate", "--head", "--http-host", "--working-dir"}
     known = help_text().replace("--[no-]", "--no-")
     for option in set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README)) - of_others:
         assert re.search(option + r"\b(?!-)", known) or f'"{option}"' in of_bench, option
@@ -166,8 +166,7 @@ def test_bytes_of_a_token():
     assert {*c.sliding_windows} == {0, 1024}
     whole, local = (pool.Pool(num_layers, (1, c.num_kv_heads, c.head_dim), torch.bfloat16, "cpu").block_bytes / 2**10
                     for num_layers in (c.num_layers, sum(map(bool, c.sliding_windows))))
-    assert f"In Gemma 3 27B a token takes {whole:g} KiB. A pool for each kind of layer, which nanopaged lacks," in PLAIN
-    assert f"would keep {local:g} of them for the last 1,024 tokens of a text only" in PLAIN
+    assert f"In Gemma 3 27B a token takes {whole:g} KiB, and {local:g} of them are kept for the last 1,024" in PLAIN
 
 
 def test_blocks_of_three_texts():

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import nanopaged
 from nanopaged import SamplingParams
 from nanopaged.cli.main import main
 from nanopaged.features.tensor_parallel import workers
@@ -184,7 +185,7 @@ def end(llm):
         llm.generate(PROMPT, SamplingParams(max_tokens=100, ignore_eos=True))
     assert_gone(*pids, within=0)
     for call in (lambda: llm.generate(PROMPT), lambda: llm.add_request(PROMPT), llm.step, llm.reset_prefix_cache,
-                 lambda: next(llm.stream(PROMPT)), lambda: llm.beam_search(PROMPT, helpers.BEAMS)):
+                 lambda: next(llm.stream(PROMPT)), lambda: llm.beam_search(PROMPT, nanopaged.BeamSearchParams(2))):
         with pytest.raises(EngineDeadError, match=f"^{re.escape(str(first.value))}$"):
             call()
     assert not llm.has_unfinished_requests() and not llm.scheduler.running
