@@ -49,6 +49,8 @@ def make_runners(options: Any, config: model.ModelConfig, path: Path,
     runners: list[Runner] = []
     for device in devices[:1] if num_ranks > 1 else devices:
         kind, kernels, modules = pick_runner(options, device)
+        if config.four_bits:
+            modules = feature("four_bits", "a checkpoint in 4 bits").with_four_bits(options, config, modules, device)
         if fp8:
             modules = feature("fused", "quantization").with_fp8(modules)
         parts: Any = config, options, device, kernels, modules, fp8, num_more_rows
@@ -104,6 +106,11 @@ def read(options: Any, config: model.ModelConfig, path: Path, runner: Runner) ->
         tensors = feature("fp8", "a checkpoint in FP8").read_weights(path, config.fp8, runner.fp8, runner.device)
     else:
         tensors = read_ordinary(path)
+        if config.sinks:
+            tensors = feature("gpt_oss", "a model with sinks").split_experts(tensors)
+    if config.four_bits:
+        keep = getattr(runner.modules.mlp, "four_bits", False)
+        tensors = feature("four_bits", "a checkpoint in 4 bits").read_weights(tensors, keep, runner.device)
     return feature("fp8", "quantization").in_fp8(tensors, runner.device) if runner.fp8 else tensors
 
 

@@ -80,8 +80,9 @@ def attend_padding(r: Any, count: int, window: int = 0) -> Callable[..., Tensor]
     """Attention of `count` sequences without tokens."""
     c, make = r.config, partial(torch.zeros, dtype=torch.int32, device=r.device)
     q, cache = make(max(2, count), c.num_heads, c.head_dim, dtype=r.dtype), r.pool.one_block()
+    sinks = make(c.num_heads, dtype=r.dtype) if c.sinks else None
     return partial(r.kernels.attention, q[:max(2, count)], cache, cache, r.rows.block_tables[:1].expand(count, -1),
-                   make(count), make(count + 1), c.head_dim ** -0.5, sliding_window=window)
+                   make(count), make(count + 1), c.head_dim ** -0.5, sliding_window=window, sinks=sinks)
 
 
 def one_by_one(tasks: Iterable[Callable[[], Any]]) -> None:

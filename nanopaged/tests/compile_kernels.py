@@ -40,6 +40,7 @@ def compile_kernel(function, constants: dict, dtype: torch.dtype, capability: in
     """The compiled kernel, with pointers and strides that are multiples of 16 where an engine's always are. types: of
     arguments whose names do not tell them."""
     names = function.arg_names
+    constants = dict.fromkeys({"sinks"}.intersection(names) - types.keys()) | constants
     signature = {name: types.get(name) or _type_of(name, constants, TYPES[dtype]) for name in names}
     if fp8:
         signature |= dict(k_cache="*fp8e4nv", v_cache="*fp8e4nv")

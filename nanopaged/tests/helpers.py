@@ -26,7 +26,8 @@ DEVICE = "cuda" if CUDA else "cpu"
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "nanopaged" / "golden"
 BUNDLED = ROOT / "nanopaged" / "shakespeare"
-MIXTURES = ["granite-moe", "granite-moe-shared", "mixtral", "olmoe", "qwen3-moe"]  # of experts, among the goldens
+# of experts, among the goldens
+MIXTURES = ["gpt-oss", "gpt-oss-mxfp4", "granite-moe", "granite-moe-shared", "mixtral", "olmoe", "qwen3-moe"]
 NULL = -1  # in a block table: a block that left the sliding window
 needs_kernel = pytest.mark.skipif(
     optional_triton.triton is None or not (CUDA or optional_triton.INTERPRETED),

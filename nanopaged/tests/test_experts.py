@@ -1,5 +1,5 @@
 """Mixtures of experts: the kernels, what is special about loading them, and their logits and texts. (Tests of drafts,
-cascades and recorded steps go over all golden checkpoints, of which five are mixtures.)"""
+cascades and recorded steps go over all golden checkpoints, of which seven are mixtures.)"""
 import json
 
 import pytest

@@ -81,6 +81,7 @@ ASK = dict(
     chat_template=lambda: llm().chat([{"role": "user", "content": "Hi"}]), conversation=converse,
     drafts=command(*PROMPT, "--speculate", "3"), edits=ask(presence_penalty=1), fp8=lambda: llm(quantization="fp8"),
     experts=lambda: llm(model=str(GOLDEN / "mixtral")), fused_experts=experts_on_a_gpu,
+    gpt_oss=lambda: llm(model=str(GOLDEN / "gpt-oss")), four_bits=lambda: llm(model=str(GOLDEN / "gpt-oss-mxfp4")),
     structured=ask(structured_outputs=dict(regex="a+")),
     frames=command(*PROMPT, "--trace"), grammar=ask(structured_outputs=dict(regex="a+")),
     hub=command("--model", "org/name", *PROMPT), huggingface=lambda: load_tokenizer(GOLDEN / "tokenizers" / "llama2"),

@@ -42,9 +42,12 @@ def read_model_config(hf: dict[str, Any]) -> model.ModelConfig:
         architecture, hf = text_model(architecture, hf)
     read = FAMILIES.get(architecture)
     if read is None:
-        read = vars(feature("experts", "a mixture of experts"))[MIXTURES[architecture]]
-    fp8, quantized = None, hf.get("quantization_config")
-    if quantized is not None:
+        file, _, name = MIXTURES[architecture].rpartition(".")
+        read = vars(feature(file or "experts", "a mixture of experts"))[name]
+    fp8, four_bits, quantized = None, None, hf.get("quantization_config")
+    if isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4":
+        four_bits = feature("four_bits", "a checkpoint in MXFP4").read_form(architecture)
+    elif quantized is not None:
         fp8 = feature("fp8", "a checkpoint with a quantization_config").read_form(quantized)
     try:
         config = read(hf)
@@ -57,10 +60,10 @@ def read_model_config(hf: dict[str, Any]) -> model.ModelConfig:
         if trained := STRETCHED.get(rope["rope_type"]):  # as in vLLM, texts may be longer by the factor
             length = check_size("max_position_embeddings", int(rope["factor"] * rope[trained]))
             config.max_position_embeddings = max(config.max_position_embeddings, length)
-    dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
+    dtype = str(hf.get("dtype") or hf.get("torch_dtype") or config.torch_dtype).removeprefix("torch.")
     if dtype not in ("float32", "float16", "bfloat16"):
         raise ValueError(f"weights of type {dtype} are not supported; float32, float16 and bfloat16 are")
-    config.torch_dtype, config.fp8 = getattr(torch, dtype), fp8
+    config.torch_dtype, config.fp8, config.four_bits = getattr(torch, dtype), fp8, four_bits
     return config
 
 
@@ -324,9 +327,10 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], model.ModelConfig]] = {
     "GraniteForCausalLM": granite, "SmolLM3ForCausalLM": smollm3, "Phi3ForCausalLM": phi3, "Olmo2ForCausalLM": olmo2,
     "Olmo3ForCausalLM": olmo3, "Gemma3ForCausalLM": gemma3,
 }
-# Mixtures of experts: an architecture, and its function in features/experts.py
+# Mixtures of experts: an architecture, and its function in features/experts.py, or in another file there
 MIXTURES = {"MixtralForCausalLM": "mixtral", "Qwen3MoeForCausalLM": "qwen3_moe", "OlmoeForCausalLM": "olmoe",
-            "GraniteMoeForCausalLM": "granite_moe", "GraniteMoeSharedForCausalLM": "granite_moe"}
+            "GraniteMoeForCausalLM": "granite_moe", "GraniteMoeSharedForCausalLM": "granite_moe",
+            "GptOssForCausalLM": "gpt_oss.gpt_oss"}
 # Architectures whose text model is one of these: the model_type inside, and the text model's architecture.
 MULTIMODAL = {"Mistral3ForConditionalGeneration": ("mistral", "MistralForCausalLM"),
               "Gemma3ForConditionalGeneration": ("gemma3_text", "Gemma3ForCausalLM")}
@@ -334,7 +338,6 @@ REFUSED = {  # a part of an architecture's name -> the reason
     "^Gemma4": "Gemma 4, with heads of two sizes and layers that share a cache",
     "^GraniteMoeHybrid": "Granite 4, with state-space layers",
     "Mamba|Jamba|Zamba|Bamba|Rwkv|FalconH1|NemotronH|RecurrentGemma": "a state-space model",
-    "^GptOss": "gpt-oss, a mixture of experts with biases, sinks in attention and weights of 4 bits",
     "^(Deepseek|Kimi|LongcatFlash|Glm4MoeLite)": "a mixture of experts with latent attention, as DeepSeek's",
     "Moe|MoE|Mixtral": "a mixture of experts of another form",
     "(?<!LMHead)Model$|ForMaskedLM$|ForSequenceClassification$": "an embedding model or a classifier",
