@@ -199,7 +199,7 @@ KNOWN = dict(
 # all features do, and attention and the model's settings have sliding windows of their own.
 FORMATS = {"options.py", "sampling_params.py", "outputs.py", "trace.py", "frames.py", "page.py"}
 ATTENTION = {"kernel.py", "model.py", "tiles.py", "families.py", "rectangles.py", "warmup.py", "cascade.py",
-             "hopper.py", "experts.py"}
+             "hopper.py", "experts.py", "gpt_oss.py"}
 
 
 def identifiers(path: Path):
