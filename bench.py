@@ -31,12 +31,14 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Callable, Iterable, Iterator, NamedTuple, Sequence
+from typing import Any, Callable, Iterable, Iterator, Sequence
 from unittest.mock import patch
 
 import nanopaged  # noqa: F401  before torch: it silences a warning of torch's
@@ -45,10 +47,11 @@ import nanopaged  # noqa: F401  before torch: it silences a warning of torch's
 import torch
 
 from nanopaged import LLM, SamplingParams, engine, kernel
-from nanopaged.features import hopper
-from nanopaged.features.batch import open_file
+from nanopaged.features.simulate import Card, Request, Simulation, Sizes, Times
+from nanopaged.options import feature
 from nanopaged.outputs import RequestMetrics
 from nanopaged.text.byte_level import ADDED_TOKEN, CHAR_OF
+from nanopaged.weights.families import read_model_config
 
 QWEN3 = dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", vocab_size=151936, num_key_value_heads=8,
              head_dim=128, max_position_embeddings=40960, rope_theta=1e6, rms_norm_eps=1e-6, torch_dtype="bfloat16")
@@ -192,57 +195,30 @@ def gpu_seconds(function: Callable[[], object], repeat: int = 5) -> float:
     return sorted(times[2:])[repeat // 2]
 
 
-class Limits(NamedTuple):
-    """What follows from a device's rates."""
-    copy: float  # bytes/s, read plus written
-    product: float  # FLOP/s of a bfloat16 matrix product
-
-    @classmethod
-    def measure(cls) -> "Limits":
-        source = torch.randint(256, (2**31,), dtype=torch.uint8, device="cuda")
-        target = torch.empty_like(source)
-        copy = 2 * source.numel() / gpu_seconds(lambda: target.copy_(source))
-        row("device copy", copy / 1e9, "GB/s")
-        a, b = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16)
-        product = 2 * 8192**3 / gpu_seconds(lambda: a @ b)
-        row("device bfloat16 matrix product", product / 1e12, "TFLOP/s")
-        return cls(copy, product)
-
-    def step_seconds(self, shape: dict[str, Any], query_lens: list[int], seq_lens: list[int],
-                     num_samples: int) -> float:
-        """The least time of a step: all matrix products, and attention. In the last layer only the tokens that sample
-        attend and pass the MLP; the others need K and V."""
-        d, layers, kv = shape["hidden_size"], shape["num_hidden_layers"], shape["num_key_value_heads"]
-        heads, dim = shape["num_attention_heads"], shape["head_dim"]
-        kv_proj = d * 2 * kv * dim  # weights of a layer
-        q_and_o, expert = 2 * heads * dim * d, 3 * d * shape.get("moe_intermediate_size", shape["intermediate_size"])
-        products = sum(
-            max(2 * (dense + num_layers * expert * experts_read(shape, rows)) / self.copy,
-                2 * (dense + num_layers * expert * shape.get("num_experts_per_tok", 1)) * rows / self.product)
-            for dense, num_layers, rows in (
-                (kv_proj * layers + q_and_o * (layers - 1), layers - 1, sum(query_lens)),
-                (q_and_o + d * shape["vocab_size"], 1, num_samples)))
-        token_bytes = 4 * kv * dim  # K and V in bfloat16, of one layer
-        attention = sum(
-            max(s * token_bytes / self.copy, 4 * heads * dim * (q * (s - q) + q * (q + 1) / 2) / self.product)
-            for q, s in zip(query_lens, seq_lens)) * (layers - 1)
-        last_layer = sum(seq_lens) * token_bytes / self.copy * num_samples / len(seq_lens)
-        return products + attention + last_layer
-
-    def tokens_per_second(self, shape: dict[str, Any], prompts: list[list[int]], lengths: list[int],
-                          max_num_seqs: int = 256) -> float:
-        """Output tokens per second if every step of these requests takes its least time."""
-        manager = engine.BlockManager(100_000, 64, enable_prefix_caching=False)
-        seconds = sum(self.step_seconds(shape, step.num_tokens, [seq.num_computed_tokens for seq in step.seqs],
-                                        len(step.sampled))
-                      for _, step in planned(prompts, lengths, manager, max_num_seqs))
-        return sum(lengths) / seconds
+def measure_limits() -> Card:
+    """The rates of this card, on which the limits depend."""
+    source = torch.randint(256, (2**31,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    copy = 2 * source.numel() / gpu_seconds(lambda: target.copy_(source))
+    row("device copy", copy / 1e9, "GB/s")
+    a, b = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16)
+    product = 2 * 8192**3 / gpu_seconds(lambda: a @ b)
+    row("device bfloat16 matrix product", product / 1e12, "TFLOP/s")
+    return Card(copy, product)
 
 
-def experts_read(shape: dict[str, Any], num_tokens: int) -> float:
-    """How many experts of a layer so many tokens choose, if each chooses evenly; of a dense model 1."""
-    count = shape.get("num_experts", 1)
-    return count * (1 - (1 - shape.get("num_experts_per_tok", 1) / count) ** num_tokens)
+def sizes_of(shape: str) -> Sizes:
+    return Sizes.of(read_model_config(SHAPES[shape]))
+
+
+def tokens_per_second(limits: Card, sizes: Sizes, prompts: list[list[int]], lengths: list[int],
+                      max_num_seqs: int = 256) -> float:
+    """Output tokens per second if every step of these requests takes its least time."""
+    manager = engine.BlockManager(100_000, 64, enable_prefix_caching=False)
+    seconds = sum(limits.step_seconds(sizes, step.num_tokens, [seq.num_computed_tokens for seq in step.seqs],
+                                      len(step.sampled))
+                  for _, step in planned(prompts, lengths, manager, max_num_seqs))
+    return sum(lengths) / seconds
 
 
 def attention_seconds(count: int, query_len: int, context: int, block_size: int = 64, shuffled: bool = True) -> float:
@@ -256,7 +232,7 @@ def attention_seconds(count: int, query_len: int, context: int, block_size: int 
     q = torch.randn(count * query_len, NUM_HEADS, HEAD_DIM, **options)
     lens = torch.full((count,), context, device="cuda", dtype=torch.int32)
     starts = torch.arange(0, len(q) + 1, query_len, device="cuda", dtype=torch.int32)
-    kernels = hopper.with_prefill(kernel.TRITON)
+    kernels = feature("hopper", "attention of prefill").with_prefill(kernel.TRITON)
     query_tile = kernels.tokens_per_tile(NUM_HEADS // NUM_KV_HEADS, HEAD_DIM, block_size, q.dtype, q.dtype, q.device)
     tiles = kernel.make_query_tiles([query_len] * count, [context] * count, query_tile).cuda()
 
@@ -272,7 +248,7 @@ def attention_seconds(count: int, query_len: int, context: int, block_size: int 
     return gpu_seconds(graph.replay) / copies
 
 
-def attention_row(limits: Limits, name: str, count: int, query_len: int, context: int, *layout: Any,
+def attention_row(limits: Card, name: str, count: int, query_len: int, context: int, *layout: Any,
                   peer: str = "") -> None:
     """Decode attention: GB/s of K and V that are read. Prefill: TFLOP/s, two products of head_dim numbers for each pair
     of a query and a key up to it."""
@@ -284,13 +260,13 @@ def attention_row(limits: Limits, name: str, count: int, query_len: int, context
         row(name, 4 * NUM_HEADS * HEAD_DIM * pairs / seconds / 1e12, "TFLOP/s", limits.product / 1e12, peer=peer)
 
 
-def attention(limits: Limits, quick: bool) -> None:
+def attention(limits: Card, quick: bool) -> None:
     """16 query heads on 8 kv heads of 128, bfloat16."""
     for name, (*sizes, peer) in ATTENTION.items():
         attention_row(limits, f"attention, {name}", *sizes, peer=f"FlashAttention-3 {peer}")
 
 
-def paging(limits: Limits, quick: bool) -> None:
+def paging(limits: Card, quick: bool) -> None:
     """The price of paging: the same attention over shuffled blocks of several sizes, and over contiguous K and V."""
     for block_size in (1, 16, 64, 256, 4096):
         label = "contiguous" if block_size == 4096 else f"block_size {block_size}"
@@ -390,15 +366,15 @@ def decode_ms(llm: LLM, batch: int, context: int, steps: int = 50) -> float:
     return statistics.mean(step_times(llm, random_prompts(1, [context] * batch), steps))
 
 
-def decode(limits: Limits, quick: bool, shape: str = "0.6B", batches: Iterable[int] = (1, 8, 64, 256),
+def decode(limits: Card, quick: bool, shape: str = "0.6B", batches: Iterable[int] = (1, 8, 64, 256),
            **options: Any) -> None:
     """ms per decode step from a context of 512 on, and 32 prompts of 8,000 tokens: their decode step, and prefill, also
     of many short prompts."""
     llm = random_llm(SHAPES[shape], max_model_len=9000, **options)
-    decode_rows(limits, llm, " ".join([shape, *options.values()]), SHAPES[shape], batches)
+    decode_rows(limits, llm, " ".join([shape, *options.values()]), sizes_of(shape), batches)
 
 
-def decode_rows(limits: Limits, llm: LLM, label: str, sizes: dict[str, Any], batches: Iterable[int]) -> None:
+def decode_rows(limits: Card, llm: LLM, label: str, sizes: Sizes, batches: Iterable[int]) -> None:
     for batch, context, steps in (*((batch, 512, 50) for batch in batches), (32, 8000, 20)):
         limit = limits.step_seconds(sizes, [1] * batch, [context + 28] * batch, batch) * 1000  # 28: half-way through
         row(f"{label} decode, batch {batch}, context {context:,}", decode_ms(llm, batch, context, steps), "ms/step",
@@ -414,7 +390,7 @@ SHARED = {  # samples, prompts, tokens that a prompt has in common with the othe
     "n = 16 of a prompt of 4,000": (16, 1, 4000, 0, 1), "4 x 8 x (4,000 common, 200 own)": (1, 32, 4000, 200, 4)}
 
 
-def shared(limits: Limits, quick: bool) -> None:
+def shared(limits: Card, quick: bool) -> None:
     """Decode steps of texts that have blocks in common, beside the same steps without a cascade."""
     for cache, label in (("auto", "decode"), ("fp8", "fp8 cache")):
         llm = cascade = None  # frees the engine before
@@ -432,26 +408,26 @@ def shared(limits: Limits, quick: bool) -> None:
                 note=f"each by itself {times[1]:.3g}: {times[0] / times[1]:.2f} of it")
 
 
-def workload(limits: Limits, shape: str, **options: Any) -> None:
+def workload(limits: Card, shape: str, **options: Any) -> None:
     llm = random_llm(SHAPES[shape], max_model_len=4096, **options)
-    workload_row(limits, llm, " ".join([shape, *options.values()]), SHAPES[shape])
+    workload_row(limits, llm, " ".join([shape, *options.values()]), sizes_of(shape))
 
 
-def workload_row(limits: Limits, llm: LLM, label: str, sizes: dict[str, Any]) -> None:
+def workload_row(limits: Card, llm: LLM, label: str, sizes: Sizes) -> None:
     row(f"{label} workload 256", generate_rate(llm, *workload_256()), "tokens/s",
-        limits.tokens_per_second(sizes, *workload_256()), RECORDED)
+        tokens_per_second(limits, sizes, *workload_256()), RECORDED)
 
 
-def throughput(limits: Limits, quick: bool) -> None:
+def throughput(limits: Card, quick: bool) -> None:
     """Workload 256, and 1,024 short requests at once."""
     workload(limits, "0.6B")
     llm = random_llm(SHAPES["0.6B"], max_model_len=1024, max_num_seqs=1024)
     short = random_prompts(0, [128] * 1024), [128] * 1024
     row("0.6B 1,024 x (128 in, 128 out)", generate_rate(llm, *short), "tokens/s",
-        limits.tokens_per_second(SHAPES["0.6B"], *short, 1024), RECORDED)
+        tokens_per_second(limits, sizes_of("0.6B"), *short, 1024), RECORDED)
 
 
-def large(limits: Limits, quick: bool) -> None:
+def large(limits: Card, quick: bool) -> None:
     """Qwen3-8B's shape; then its matrices in FP8, beside the limits of bfloat16."""
     decode(limits, quick, "8B", (1, 256))
     workload(limits, "8B")
@@ -459,14 +435,14 @@ def large(limits: Limits, quick: bool) -> None:
     workload(limits, "8B", quantization="fp8")
 
 
-def experts(limits: Limits, quick: bool) -> None:
+def experts(limits: Card, quick: bool) -> None:
     """Qwen3-30B-A3B's shape; and how many of a layer's 128 experts a decode step reads, on which its limits depend."""
-    shape, llm = SHAPES["30B-A3B"], random_llm(SHAPES["30B-A3B"], max_model_len=9000)
-    decode_rows(limits, llm, "30B-A3B", shape, (1, 8, 64))
-    workload_row(limits, llm, "30B-A3B", shape)
+    sizes, llm = sizes_of("30B-A3B"), random_llm(SHAPES["30B-A3B"], max_model_len=9000)
+    decode_rows(limits, llm, "30B-A3B", sizes, (1, 8, 64))
+    workload_row(limits, llm, "30B-A3B", sizes)
     for batch in (1, 8, 64, 256):
         row(f"30B-A3B decode, batch {batch}, experts of a layer", experts_chosen(llm, batch), "of 128",
-            note=f"{experts_read(shape, batch):.1f} if each token chose evenly")
+            note=f"{sizes.experts_read(batch):.1f} if each token chose evenly")
 
 
 def experts_chosen(llm: LLM, batch: int, context: int = 512) -> float:
@@ -482,7 +458,141 @@ def experts_chosen(llm: LLM, batch: int, context: int = 512) -> float:
     return statistics.mean(chosen[-2 * len(mixtures):])  # the last steps; those before compute prompts
 
 
-def latency(limits: Limits, quick: bool) -> None:
+# What a simulation is checked with: for each shape a stream of workload 256's requests, at this rate a second. An H200
+# serves half as many again.
+STREAMS = {"0.6B": 36, "8B": 12, "30B-A3B": 8}
+SHORT = [128] * 1024  # the tokens of prompts that arrive at once, and of their outputs
+FOR_STREAMS: dict[str, Any] = dict(max_model_len=4096, max_num_seqs=1024)
+DECODES, PREFILLS, STEPS = (1, 8, 32, 64, 128, 256, 512, 1024), (2048, BUDGET), 30  # the tokens of steps; how many
+
+
+def simulate(limits: Card, quick: bool) -> None:
+    """Simulated beside measured: workload 256, 1,024 short requests at once, and a stream of 256 requests at random
+    times. The simulation knows this run's rates, and how long single steps take (`calibrated`)."""
+    for shape, per_second in STREAMS.items():
+        llm, (prompts, lengths), rng = random_llm(SHAPES[shape], **FOR_STREAMS), workload_256(), random.Random(0)
+        card = calibrated(limits, llm, sizes_of(shape))
+        print(f"{shape}: {card}", flush=True)
+        for name, work in (("workload 256", (prompts, lengths)),
+                           ("1,024 x (128, 128)", (random_prompts(0, SHORT), SHORT))):
+            together = simulated(card, llm, as_requests(*work, itertools.repeat(0.0)))
+            beside(f"{shape} {name}, simulated", together.num_new_tokens / together.clock.now,
+                   generate_rate(llm, *work), "tokens/s")
+        stream = as_requests(prompts, lengths, itertools.accumulate(rng.expovariate(per_second) for _ in prompts))
+        both = simulated(card, llm, stream).times, served(llm, stream)
+        first, each, total = ([statistics.mean(getattr(one, name) for one in times) for times in both]
+                              for name in Times._fields)
+        beside(f"{shape} {per_second} requests/s, each takes, simulated", *total, "s", f"; first token "
+               f"{first[0] * 1000:.3g} and {first[1] * 1000:.3g} ms, each one after it {each[0] * 1000:.3g} and "
+               f"{each[1] * 1000:.3g} ms")
+
+
+def beside(name: str, ours: float, measured: float, unit: str, more: str = "") -> None:
+    row(name, ours, unit, note=f"measured {_number(measured)}: {ours / measured:.3f} of it{more}")
+
+
+def calibrated(limits: Card, llm: LLM, m: Sizes) -> Card:
+    """The card, with what this model's steps reach of its limits: decode steps of many batch sizes after 128 tokens,
+    one after 3,000, and prompts of 500 and of 4,000 tokens. Each number follows from one or two of these times."""
+    spent: list[float] = []  # by the host, to plan and launch a step, and to append its tokens
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            started = time.perf_counter()
+            result = function(*arguments)
+            spent.append(time.perf_counter() - started)
+            return result
+        return call
+
+    def decode_seconds(batch: int, context: int = 128) -> float:
+        spent.clear()
+        with (patch.object(llm.engine, "launch", timed(llm.engine.launch)),
+              patch.object(llm.scheduler, "update", timed(llm.scheduler.update))):
+            return decode_ms(llm, batch, context, STEPS) / 1000
+
+    def decode_attention(card: Card, batch: int, context: int = 128) -> float:
+        return card.attention_seconds(m, [1] * batch, [context + STEPS // 2 + 5] * batch, batch)
+
+    def prompts_seconds(count: int, length: int, budget: int = BUDGET) -> float:
+        with patch.object(llm.scheduler, "max_num_batched_tokens", budget):
+            return min(count * length / prefill_rate(llm, count, length) for _ in range(2))
+
+    def prompts_attention(card: Card, count: int, length: int) -> float:
+        return card.attention_seconds(m, [length] * count, [length] * count, count)
+
+    decodes, host = {}, {}
+    for batch in DECODES:
+        decodes[batch] = decode_seconds(batch)
+        host[batch] = sum(spent[-2 * STEPS:]) / STEPS
+    per_seq = max(0.0, (host[256] - host[1]) / 255)
+    card = limits._replace(
+        host=(max(0.0, host[1] - per_seq), per_seq),
+        decode=reached(decode_attention(limits, 32, 3000) - decode_attention(limits, 32),
+                       decode_seconds(32, 3000) - decodes[32]),
+        prefill=reached(prompts_attention(limits, 8, 4000) - prompts_attention(limits, 64, 500),
+                        prompts_seconds(8, 4000) - prompts_seconds(64, 500)))
+    alone = decodes[1] - decode_attention(card, 1) - card.products_seconds(m, 1, 1)
+    card = card._replace(layer=max(0.0, alone / m.layers))
+    fractions = {batch: reached(card.products_seconds(m, batch, batch),
+                                seconds - decode_attention(card, batch) - m.layers * card.layer)
+                 for batch, seconds in decodes.items()}
+    for budget in PREFILLS:
+        steps = [budget] * (32_000 // budget) + [32_000 % budget]
+        fractions[budget] = reached(
+            sum(card.products_seconds(m, tokens, tokens // 500) for tokens in steps), prompts_seconds(64, 500, budget)
+            - prompts_attention(card, 64, 500) - len(steps) * m.layers * card.layer)
+    return card._replace(products=tuple(sorted(fractions.items())))
+
+
+def reached(limit: float, seconds: float) -> float:
+    """The fraction of a limit. Short times have noise, and then the fraction means little; but it must be above 0."""
+    return min(max(limit / max(seconds, 1e-9), 0.01), 2.0)
+
+
+def as_requests(prompts: list[list[int]], lengths: list[int], arrivals: Iterable[float]) -> list[Request]:
+    return [Request(arrival, partial(list, prompt), len(prompt), length)
+            for prompt, length, arrival in zip(prompts, lengths, arrivals)]
+
+
+def simulated(card: Card, llm: LLM, requests: list[Request]) -> Simulation:
+    """The requests on a clock, with the options and the pool of this engine."""
+    options = vars(llm.options) | dict(num_blocks=llm.scheduler.block_manager.num_blocks, swap_space=0,
+                                       block_size=llm.runner.block_size)
+    simulation = Simulation(card, llm.config, SimpleNamespace(**options))
+    simulation.run(requests)
+    return simulation
+
+
+def served(llm: LLM, requests: list[Request]) -> list[Times]:
+    """The requests on the card, each added at its time."""
+    pending, under_way, times = deque(requests), dict[Any, tuple[float, list[float]]](), []
+    started = time.perf_counter()
+    while pending or under_way:
+        now = time.perf_counter() - started
+        while pending and pending[0].arrival <= now:
+            one = pending.popleft()
+            request = llm.read_request(one.prompt(), exactly(one.num_new_tokens))
+            llm.add(request)
+            under_way[request] = one.arrival, []
+        if not under_way:
+            time.sleep(pending[0].arrival - now)
+            continue
+        llm.advance()
+        now = time.perf_counter() - started
+        for request, (arrival, first) in [*under_way.items()]:
+            seq = request.sequences[0]
+            if not first and len(seq.token_ids) > seq.num_prompt_tokens:
+                first.append(now)
+            if request.finished:
+                del under_way[request]
+                num_more = max(1, len(seq.token_ids) - seq.num_prompt_tokens - 1)
+                times.append(Times(first[0] - arrival, (now - first[0]) / num_more, now - arrival))
+    while not llm.engine.is_idle:  # a step that was launched ahead
+        llm.advance()
+    return times
+
+
+def latency(limits: Card, quick: bool) -> None:
     """Time to first token of a single prompt. Then 64 sequences decode while prompts of 4,000 tokens arrive: the gaps
     between the sequences' tokens."""
     llm = random_llm(SHAPES["0.6B"], max_model_len=8192)
@@ -494,7 +604,7 @@ def latency(limits: Limits, quick: bool) -> None:
     row("gap between tokens under load, 99th percentile", statistics.quantiles(gaps, n=100)[98], "ms")
 
 
-def start(limits: Limits, quick: bool) -> None:
+def start(limits: Card, quick: bool) -> None:
     """Seconds from process start to first token, with Triton's cache empty and then full. This is the host's work,
     and the host may be busy: each is measured twice, and the row has the better time. A first start, with caches of its
     own, makes Python's byte code, which pip does when it installs packages."""
@@ -516,7 +626,7 @@ def first_token_after(folder: str, caches: str, shape: str = "0.6B", options: st
     return float(printed.split()[-1]) - started
 
 
-def data_parallel(limits: Limits, quick: bool) -> None:
+def data_parallel(limits: Card, quick: bool) -> None:
     """Workload 256 once for each GPU, in one engine for all of them, beside one GPU with one. The host's time for a
     step bounds the process: the CPU time of its thread."""
     count = max(2, torch.cuda.device_count())
@@ -549,7 +659,7 @@ ON_TWO: dict[str, tuple[str, str, Callable[[LLM], float]]] = {  # what is measur
     "single stream": ("tokens/s", "266, ratio 1.40", lambda llm: generate_rate(llm, random_prompts(2, [128]), [512]))}
 
 
-def tensor_parallel(limits: Limits, quick: bool) -> None:
+def tensor_parallel(limits: Card, quick: bool) -> None:
     """Qwen3-8B's shape on two GPUs, beside one in the same run."""
     on_two("8B", list(ON_TWO), 9000)
     with tempfile.TemporaryDirectory() as folder:
@@ -558,7 +668,7 @@ def tensor_parallel(limits: Limits, quick: bool) -> None:
     row("8B on two GPUs, cold start to first token", two, "s", note=f"one GPU {one:.3g}, ratio {two / one:.2f}")
 
 
-def parallel_sizes(limits: Limits, quick: bool) -> None:
+def parallel_sizes(limits: Card, quick: bool) -> None:
     """From which model size on two GPUs are faster than one."""
     for shape in ("0.6B", "1.7B", "4B"):
         on_two(shape, list(ON_TWO)[:3], 4096)
@@ -576,7 +686,7 @@ def on_two(shape: str, names: list[str], max_model_len: int) -> None:
             peer=f"vLLM {peer}" if shape == "8B" else "")
 
 
-def structured(limits: Limits, quick: bool) -> None:
+def structured(limits: Card, quick: bool) -> None:
     """64 texts of 256 tokens: plain ones, all with a JSON schema, and 8 with one."""
     if find_spec("llguidance") is None:
         raise LeftOut("the package llguidance is missing")
@@ -597,7 +707,7 @@ def structured(limits: Limits, quick: bool) -> None:
             note=f"{tokens_per_second / plain:.2f} of the plain ones" if count else "")
 
 
-def drafts(limits: Limits, quick: bool) -> None:
+def drafts(limits: Card, quick: bool) -> None:
     """Steps with five drafts and without, guesses that are right with probability 0.8 per token (3.69 tokens a step),
     and a text that never repeats itself."""
     guesses = SimpleNamespace(propose=lambda token_ids, k: [random.randint(0, 10000) for _ in range(k)])
@@ -720,7 +830,7 @@ def machine() -> str:
 
 ANYWHERE: list[Callable[..., None]] = [scheduler, fragmentation, batching, server]
 ON_CUDA: list[Callable[..., None]] = [start, attention, paging, decode, throughput, shared, latency, large, experts,
-                                      structured, drafts, data_parallel, tensor_parallel, parallel_sizes]
+                                      structured, drafts, simulate, data_parallel, tensor_parallel, parallel_sizes]
 QUICK = {"scheduler", "fragmentation", "batching", "server", "attention", "decode"}
 
 
@@ -742,13 +852,13 @@ def main(argv: list[str] | None = None, anywhere: Sequence[Callable] = ANYWHERE,
                      f"that can run are {', '.join(runnable)}")
     if args.json:
         try:
-            open_file("--json", args.json, "a").close()
+            feature("batch", "--json").open_file("--json", args.json, "a").close()
         except ValueError as error:
             parser.error(str(error))
     print(machine(), flush=True)
     # The rates are measured before the sections: a driver fills freed memory with zeros, and for half a second after an
     # engine is gone an H200 copies 3,800 GB/s instead of 4,230.
-    limits = Limits.measure() if set(sections) & set(on_cuda) else None
+    limits = measure_limits() if set(sections) & set(on_cuda) else None
     torch.cuda.empty_cache()
     for section in sections:
         print(f"{section.__name__} is running ..", file=sys.stderr, flush=True)

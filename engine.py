@@ -46,11 +46,11 @@ def cdiv(a: int, b: int) -> int:
 
 class Order(NamedTuple):
     """A sequence's place in all queues: unique, and smaller is served first. Queues find a sequence by its order, so a
-    queued or running sequence keeps the one that it has (shortest job first: set the order before `Scheduler.add`)."""
+    queued or running sequence keeps it. (For another policy, as shortest job first, set it before `Scheduler.add`.)"""
     priority: int
     arrival: int  # of its request
     number: int  # in its request
-    delay: int = 0  # was added to the arrival: a server moves the later samples of a call behind other requests
+    delay: int = 0  # arrival contains it: a server adds it to put the later samples of a call behind other requests
 
 
 @dataclass(eq=False)
@@ -62,9 +62,9 @@ class Sequence:
         SWAPPED -> RUNNING     admitted: its blocks come back
         any     -> FINISHED    a stop token, max_len, a stop string, abort, error
 
-    **Cursors** are numbers of tokens from the text's beginning, so each is the index of the next token. `schedule`
-    moves num_computed_tokens on, and counts the token that the step samples as pending; `update` appends it. A prompt
-    of tokens 0 to 9 in blocks of 4, whose first block the prefix cache has:
+    **Cursors** count tokens (num_keyed_blocks: blocks) from the text's beginning, so each is the index of the next one.
+    `schedule` advances num_computed_tokens, and counts the token that the step samples as pending; `update` appends it.
+    A prompt of tokens 0 to 9 in blocks of 4, whose first block the prefix cache has:
 
         | 0  1  2  3 | 4  5  6  7 | 8  9  10 ..    num_computed_tokens   num_tokens (pending)   num_keyed_blocks
         admitted                                   4                     10 (0)                 1
@@ -224,21 +224,23 @@ class BlockManager:
     # ---- while a sequence runs
 
     def allocate(self, seq: Sequence, end: int) -> bool:
-        """Extend the block table to cover the text's first `end` tokens, and make the block that is written first the
-        sequence's own. False, and nothing done, if too few blocks are free."""
+        """Extend the block table to cover the text's first `end` tokens, and give it a block of its own to write in
+        first (later ones are new). False, and nothing done, if too few blocks are free."""
         table, size = seq.block_table, self.block_size
         start = max(seq.num_computed_tokens, seq.num_found_tokens)  # of the tokens to write: found ones have K and V
-        index = start // size if start < end else len(table)
-        block = table[index] if index < len(table) else None  # where it is written; None: in a new block, or nowhere
-        must_copy = block is not None and self.ref_counts[block] > 1
+        index = start // size
+        writes_in_old_block = start < end and index < len(table)
+        must_copy = writes_in_old_block and self.ref_counts[table[index]] > 1
         num_new = max(0, cdiv(end, size) - len(table))
         if num_new + must_copy > len(self.free_queue):
             return False
-        if must_copy or block in self.key_of_block:
+        if writes_in_old_block:
             self._make_own(seq, index)
         if num_new:
             table += [self._pop_free_block() for _ in range(num_new)]
         return True
+
+    extend = allocate  # without giving blocks back, which an `allocate` with windows does; for drafts
 
     def _make_own(self, seq: Sequence, index: int) -> None:
         """Let nobody else read what the sequence will write into this block of its table."""
@@ -266,7 +268,7 @@ class BlockManager:
             seq.num_keyed_blocks = index + 1
 
     def _offer(self, block: int, key: tuple) -> None:
-        """Let the prefix cache find the block by this key, which is its only one."""
+        """Let the prefix cache find the block by this key. A block has one key at most."""
         self.evict(block)  # a block that samples share may have a key that nothing finds any more (samples.py)
         self.prefix_cache[key], self.key_of_block[block] = (block, next(self.prefix_keys)), key
         self.step.cached.append(block)
@@ -325,6 +327,10 @@ class BlockManager:
                 block, prefix_key = found
                 blocks.append(block)
         return PrefixHit(blocks, len(blocks) * size, prefix_key, len(blocks))
+
+    def fork(self, parent: Sequence, child: Sequence, hit: PrefixHit) -> None:
+        """Start a sequence with blocks that another one holds (samples.py, beam.py)."""
+        self.start(child, hit)
 
     # ---- single blocks
 
@@ -391,7 +397,7 @@ class Scheduler:
             D is preempted, C is admitted   A B C      D E       2            nobody served is ever preempted
             C gets its tokens               A B C      D E       3            D waits, and the step admits no more
 
-        If C did not fit without D either, D would stay preempted. A sequence without new tokens is served, too."""
+        If C did not fit without D either, D would stay preempted. A sequence without new tokens counts as served."""
         step = self.block_manager.begin_step()
         step.budget = self.max_num_batched_tokens
         num_served, may_admit = 0, True
@@ -402,7 +408,7 @@ class Scheduler:
             elif seq is not None and self._serve(seq, step):
                 num_served += 1
             else:
-                break  # all are served, or seq was preempted
+                break  # all are served, and none may join; or seq was preempted for lack of blocks
         step.num_held_blocks = self.block_manager.num_blocks - self.block_manager.num_free_blocks
         return step
 
@@ -410,7 +416,7 @@ class Scheduler:
         """Admit the first waiting sequence, preempting later ones if it needs a batch row or blocks. False: it must
         wait: it was preempted in this step, it has pending tokens, or running[:num_served] leave too little."""
         seq = self.waiting[0]
-        # Preempted in this step: the sequence that took its row or its blocks still has them.
+        # Preempted in this step: a sequence before it has just got what it gave up.
         # Preempted before: computing it again needs the ids of its pending tokens (see Engine, lookahead).
         if seq in step.preempted or seq.num_pending_tokens:
             return False
@@ -525,7 +531,8 @@ class Engine:
     When step 2 is planned, the tokens that step 1 samples are pending: counted, but not known on the host. They stay on
     the device, where step 2 finds them. For a sequence that turns out to be finished, one token was computed in vain.
     Its blocks and its batch row are free at once, although a launched step still writes there. (The same holds after a
-    preemption or an abort.) That is safe: a device runs steps in the order of their launches (one CUDA stream)."""
+    preemption or an abort.) That is safe: a device runs steps in the order of their launches (one CUDA stream). With
+    drafts the next step is planned when this one is read (may_plan_ahead). With a grammar only its sampling waits."""
 
     def __init__(self, scheduler: Scheduler, runner: Any, lookahead: int = 0):
         self.scheduler, self.runner, self.lookahead = scheduler, runner, lookahead
@@ -533,7 +540,8 @@ class Engine:
         self.updates: deque[tuple] = deque()  # for the caller: (step, Sampled, the result of Scheduler.update)
 
     def step(self) -> bool:
-        """Launch a step, and read what must be read before the next one. False: no sequence can compute a token now."""
+        """Launch a step, and read those that must be read before the next one. If none can be launched, read one
+        instead. False: there was nothing to launch, and nothing to read."""
         has_read = self.must_read
         while self.must_read:  # the last call ended before it had read them: Ctrl-C, or an error
             self.update()

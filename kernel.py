@@ -18,8 +18,7 @@ never change, and every later token reads them again. A **KV cache** therefore k
 
 Each layer has its own k_cache and v_cache, and a block id is the same index in all of them. A sequence therefore
 needs one table. **Paged attention** finds K and V through the table and computes the same result (Kwon et al. 2023,
-section 4.1). For one kv head with head_dim 128, a block of 16 slots has 16 x 128 numbers of K, 2,048 in all. The K of
-token t is k_cache[block_table[t // block_size], t % block_size, kv head].
+section 4.1). The K of token t is k_cache[block_table[t // block_size], t % block_size, kv head].
 
 **Causality.** A token must not see later ones. In one step a sequence brings `query_len` new tokens: a whole prompt or
 a chunk of it (**prefill**), or the one token sampled last (**decode**). Each layer first stores these tokens' K and V.
@@ -66,11 +65,12 @@ from nanopaged.tiles import make_query_tiles, programs_per_context
 def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
     """Attention of one sequence: q [query_len, num_heads, head_dim], k, v [num_keys, num_kv_heads, head_dim], visible
     [query_len, num_keys]. torch wants [batch, heads, tokens, head_dim]. With 6 heads and 2 kv heads, groups of 3, it
-    gets a batch of 3: the first head of each group, the second, the third. All read the same K and V."""
-    group = q.shape[1] // k.shape[1]  # with a group's heads side by side in a batch, torch 2.11 errs on a GPU
-    heads = q.unflatten(1, (-1, group)).permute(2, 1, 0, 3)
+    gets a batch of 3: the first head of each group, the second, the third. All read the same K and V. (With a group's
+    heads side by side torch 2.11's result was wrong on a GPU.)"""
+    group = q.shape[1] // k.shape[1]
+    q = q.unflatten(1, (-1, group)).permute(2, 1, 0, 3)  # [group, kv heads, query_len, head_dim]
     k, v = k.transpose(0, 1).expand(group, -1, -1, -1), v.transpose(0, 1).expand(group, -1, -1, -1)
-    return F.scaled_dot_product_attention(heads, k, v, visible, scale=scale).permute(2, 1, 0, 3).flatten(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, visible, scale=scale).permute(2, 1, 0, 3).flatten(1, 2)
 
 
 def paged_attention_plain(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor,
@@ -164,8 +164,8 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write each new token's k and v [num_tokens, num_kv_heads, head_dim] into its slot of slot_mapping [num_tokens].
 
-    Slot -1: nothing is written, because the token is padding, or a block that was found has them. A cache must
-    allow the view [num_slots, num_kv_heads, head_dim].
+    Slot -1: nothing is written, because the token is padding, or its K and V are in a block that was found. A cache
+    must allow the view [num_slots, num_kv_heads, head_dim].
     """
     slots = slot_mapping.long()
     if len(slots) and slots.min() < 0:  # on a GPU the host waits here for the result
@@ -202,7 +202,7 @@ class Kernels(NamedTuple):
     rotate_and_store: Callable[..., Tensor]
     attention: Callable[..., Tensor]
     in_triton: bool = False
-    tokens_per_tile: Callable[..., int] = tiles.tokens_per_tile  # of a prefill tile, which attention in Triton has
+    tokens_per_tile: Callable[..., int] = tiles.tokens_per_tile  # query tokens of a prefill tile; torch has no tiles
 
 
 TORCH = Kernels(rotate_and_store_reference, paged_attention_reference)
@@ -212,7 +212,7 @@ TORCH = Kernels(rotate_and_store_reference, paged_attention_reference)
 # In Triton
 #
 # `kernel[(n, 2)](...)` launches a **grid** of 2n programs; `tl.program_id(0)` is a program's place on the first axis. A
-# program is several warps of 32 threads, but its text deals with whole tensors: `tl.load` loads from a tensor of
+# program is several warps of 32 threads, but its code deals with whole tensors: `tl.load` loads from a tensor of
 # addresses, `tl.dot` is a matrix product. The sizes of tensors are powers of two, and **masks** say which elements
 # exist: where a mask is false, a load takes `other` and a store writes nothing. Triton compiles a kernel for each
 # combination of values of its `tl.constexpr` parameters, so an `if` over them costs nothing. A loop is a pipeline with
@@ -233,9 +233,7 @@ TORCH = Kernels(rotate_and_store_reference, paged_attention_reference)
 # plain layout.
 # --------------------------------------------------------------------------------------------------
 
-# Kernels may read a global only if it is a constexpr.
-FP8_MAX = tl.constexpr(448)  # the largest fp8 number (e4m3)
-LOG2_E = tl.constexpr(math.log2(math.e))
+LOG2_E = tl.constexpr(math.log2(math.e))  # kernels may read a global only if it is a constexpr
 
 
 # --------------------------------------------------------------------------------------------------
@@ -248,7 +246,7 @@ def rotate_and_store(qkv: Tensor, num_heads: int, rotation: Tensor | None, q_nor
     """`rotate_and_store_reference` in one launch."""
     (num_tokens, _, head_dim), num_kv_heads = qkv.shape, k_cache.shape[2]
     q = qkv.new_empty(num_tokens, num_heads, head_dim)
-    optional = (qkv if x is None else x for x in (rotation, q_norm, k_norm))  # the launch needs a tensor, read or not
+    optional = (qkv if x is None else x for x in (rotation, q_norm, k_norm))  # a launch needs tensors, read or not
     rotate_and_store_kernel[(num_tokens, 2)](
         qkv, q, *optional, eps, k_cache, v_cache, slot_mapping, 1 / k_scale, 1 / v_scale, qkv.stride(0),
         *k_cache.stride()[:3], *v_cache.stride()[:3], ROTATE=rotation is not None, NORM=q_norm is not None,
@@ -292,7 +290,7 @@ def _norm_and_rope(at, head, i, valid, norm, rotation, eps, HALF: tl.constexpr, 
 def _store(at, x, factor, mask):
     """Store x into the cache, scaled and clamped if the cache is fp8."""
     if at.dtype.element_ty == tl.float8e4nv:
-        x = tl.minimum(tl.maximum(x.to(tl.float32) * factor, -FP8_MAX), FP8_MAX).to(tl.float8e4nv)
+        x = tl.minimum(tl.maximum(x.to(tl.float32) * factor, -448.0), 448.0).to(tl.float8e4nv)
     tl.store(at, x, mask=mask)
 
 
@@ -335,7 +333,8 @@ def rotate_and_store_kernel(qkv, q_out, rotation, q_norm, k_norm, eps, k_cache, 
 # --------------------------------------------------------------------------------------------------
 
 class Launch(NamedTuple):
-    """What the launches of one call of `paged_attention` have in common."""
+    """What the launches of one call of `paged_attention` have in common. A launch needs a tensor even where it reads
+    none: `out` stands in for the sums of splits, and seq_lens for the work list."""
     out: Tensor
     inputs: tuple[Any, ...]  # q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, sinks
     scales: tuple[float, float]  # of the scores, times log2(e), and of the result
@@ -352,13 +351,13 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: T
                     tokens_per_tile: Callable[..., int] = tiles.tokens_per_tile, **_: Any) -> Tensor:
     """`paged_attention_reference` in Triton. It takes more arguments:
 
-    max_query_len, max_seq_len   upper bounds, which do not change the result: above 1 new token prefill is launched,
-                                 too; max_seq_len bounds the splits of a context (parts that a program can take alone)
+    max_query_len, max_seq_len   upper bounds; any give the same result. max_query_len above 1 launches prefill, too;
+                                 max_seq_len bounds the splits of a context (parts that a program can take alone)
     num_decodes      all sequences with one new token are among the first num_decodes (default: anywhere)
     query_tiles      prefill's work list, [n, 2] int32, from `make_query_tiles` (default: made here; waits for the GPU)
     prefill, decode  launch other kernels (features/hopper.py, cascade.py); tokens_per_tile: of that prefill
 
-    An fp8 v_cache is read in pairs, so head_dim, its other strides and its address must be even.
+    An fp8 v_cache is read in pairs, so head_dim, its first three strides and its address must be even.
     """
     out = torch.empty_like(q) if out is None else out
     (_, num_heads, head_dim), (_, block_size, num_kv_heads, _) = q.shape, k_cache.shape
@@ -387,10 +386,10 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: T
 def launch_prefill(launch: Launch, query_tiles: Tensor) -> None:
     """Attention of the sequences with two or more new tokens."""
     out, inputs, scales, strides, constants = launch
-    q = inputs[0]
+    q, sums, num_splits = inputs[0], (out, out), 1
     paged_attention_kernel[(len(query_tiles) * constants["KV_HEADS"],)](
-        out, out, out, *inputs, query_tiles, *scales, 1, *strides, PREFILL=True, ONE_PROGRAM=True, ONE_SPLIT=False,
-        **constants, **tiles.prefill_config(constants["GROUP"], q.shape[2], q.dtype, q.device),
+        out, *sums, *inputs, query_tiles, *scales, num_splits, *strides, PREFILL=True, ONE_PROGRAM=True,
+        ONE_SPLIT=False, **constants, **tiles.prefill_config(constants["GROUP"], q.shape[2], q.dtype, q.device),
         **launch_options(q.device))
 
 
@@ -399,16 +398,14 @@ def launch_decode(launch: Launch, num_decodes: int, max_seq_len: int) -> None:
     out, inputs, scales, strides, constants = launch
     q, k_cache, seq_lens = inputs[0], inputs[1], inputs[4]
     num_contexts, num_splits = num_decodes * constants["KV_HEADS"], tiles.split_bound(max_seq_len)
-    sharing = programs_per_context(num_contexts, num_splits)
-    config = tiles.decode_config(num_contexts, sharing, constants["GROUP"], q.shape[2], q.dtype, k_cache.dtype,
+    programs = programs_per_context(num_contexts, num_splits)
+    config = tiles.decode_config(num_contexts, programs, constants["GROUP"], q.shape[2], q.dtype, k_cache.dtype,
                                  q.device)
-    # Stand-ins for tensors that are not used: out for the sums of splits, if one program has a whole context; seq_lens
-    # for prefill's work list.
-    sums = (out, out) if sharing == 1 else empty_sums(q, num_decodes, num_splits)
-    paged_attention_kernel[(num_contexts, sharing)](
-        out, *sums, *inputs, seq_lens, *scales, num_splits, *strides, PREFILL=False, ONE_PROGRAM=sharing == 1,
-        ONE_SPLIT=1 < sharing == num_splits, **constants, **config, **launch_options(q.device))
-    if sharing > 1:
+    sums = (out, out) if programs == 1 else empty_sums(q, num_decodes, num_splits)
+    paged_attention_kernel[(num_contexts, programs)](
+        out, *sums, *inputs, seq_lens, *scales, num_splits, *strides, PREFILL=False, ONE_PROGRAM=programs == 1,
+        ONE_SPLIT=programs > 1 and programs == num_splits, **constants, **config, **launch_options(q.device))
+    if programs > 1:
         merge_splits(launch, sums, config["TILE_N"])
 
 
@@ -420,10 +417,10 @@ def empty_sums(q: Tensor, num_seqs: int, num_splits: int) -> tuple[Tensor, Tenso
 
 def merge_splits(launch: Launch, sums: tuple[Tensor, Tensor], tile_n: int) -> None:
     """Fill `out` from the sums of all splits."""
-    out, inputs, scales, strides, constants = launch
+    out, (*_, seq_lens, query_start_loc), (_, v_scale), (_, _, out_token, out_head, _), constants = launch
     num_seqs, num_heads, num_splits, head_dim = sums[0].shape
     merge_splits_kernel[(num_seqs, num_heads)](
-        out, *sums, *inputs[4:], scales[1], *strides[2:4], num_splits, HEAD_DIM=head_dim,
+        out, *sums, seq_lens, query_start_loc, v_scale, out_token, out_head, num_splits, HEAD_DIM=head_dim,
         DIM_PADDED=constants["DIM_PADDED"], TILE_N=tile_n, WINDOW=constants["WINDOW"], num_warps=1,
         **launch_options(out.device))
 
@@ -474,9 +471,9 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
                            BLOCK_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr,
                            PRECISION: tl.constexpr, ONE_PROGRAM: tl.constexpr, ONE_SPLIT: tl.constexpr,
                            PDL: tl.constexpr):
-    """A program takes one kv head and a tile of one sequence's queries. A query is that of one token and one
-    query head. The tile has all GROUP heads of the kv head, so the program loads K and V once for all of them. A
-    sequence's query length alone picks its launch, so the result has the same bits in any batch:
+    """A program takes one kv head and a tile of one sequence's queries. A query belongs to one token and one query
+    head. The tile has all GROUP heads of the kv head, so the program loads K and V once for all of them. A sequence's
+    query length alone picks its launch, so with the same chunks a text gets the same bits in any batch:
 
                  new tokens   queries of a tile                 grid
         decode   1            GROUP                             (sequence and kv head, programs that share its splits)
@@ -488,17 +485,17 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
     """
     wait_for_previous_kernel(PDL)
     TOKENS: tl.constexpr = TILE_M // GROUP
-    kv_head = tl.program_id(0) % KV_HEADS
-    seq, first = tl.program_id(0) // KV_HEADS, 0
+    seq, kv_head, first = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS, 0
     if PREFILL:
-        entry = work + 2 * seq
+        entry = work + 2 * seq  # it is the index of an entry
         seq, first = tl.load(entry), tl.load(entry + 1) * TOKENS
         if seq < 0:
             return
     q_start = tl.load(query_start_loc + seq).to(tl.int64)
     query_len = (tl.load(query_start_loc + seq + 1) - q_start).to(tl.int32)
     seq_len = tl.load(seq_lens + seq)
-    if (query_len == 1) == PREFILL:  # a sequence of the other launch, or padding
+    is_decode = query_len == 1
+    if is_decode == PREFILL:  # the other launch computes it; without new tokens it is padding of a decode launch
         return
     first_position = seq_len - query_len + first
     oldest, end = 0, tl.minimum(first_position + TOKENS, seq_len)
@@ -532,7 +529,7 @@ def load_queries(queries, keys, index, sizes):
         head          0     1     0     1     0     1        of the group
 
     **A group of any size** works. TILE_M is a power of two of at least GROUP, and as many whole groups as it holds are
-    used: with GROUP 7 (Qwen2.5-0.5B) prefill's 64 rows have 9 tokens by 7 heads, and decode's 8 columns have 7 heads.
+    used: with GROUP 7 (Qwen2.5-0.5B) 64 rows of prefill have 9 tokens by 7 heads, and decode's 8 columns have 7 heads.
     The rest of the tile is masked: row 63 would be the first query of the next tile.
     """
     new, head = queries.first + index // sizes.GROUP, queries.kv_head * sizes.GROUP + index % sizes.GROUP
@@ -665,10 +662,10 @@ def _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, ON
     """The result of one query token. The columns are its GROUP heads, then padding."""
     column = tl.arange(0, sizes.TILE_M)
     q, _, head, out, valid = load_queries(queries, keys, column, sizes)
-    place = queries.seq.to(tl.int64) * sizes.KV_HEADS * sizes.GROUP + queries.kv_head * sizes.GROUP + column
+    seq_head = queries.seq.to(tl.int64) * sizes.KV_HEADS * sizes.GROUP + queries.kv_head * sizes.GROUP + column
     sums = initial_sums(sizes.DIM_PADDED, sizes.TILE_M, sizes.TILE_M)
-    total = decode_splits(sums, tl.trans(q), keys, split_acc, split_sums, place * num_splits, sizes.GROUP, scale,
-                          ONE_PROGRAM, ONE_SPLIT, sizes)
+    total = decode_splits(sums, tl.trans(q), keys, split_acc, split_sums, seq_head * num_splits, sizes.GROUP,
+                          scale, ONE_PROGRAM, ONE_SPLIT, sizes)
     if ONE_PROGRAM:
         tl.store(out, tl.trans(_normalize(total, queries.sinks, head, v_scale, 0)), mask=valid)
 
@@ -676,13 +673,14 @@ def _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, ON
 @jit
 def decode_splits(sums, q, keys, split_acc, split_sums, at, num_columns, scale, ONE_PROGRAM: tl.constexpr,
                   ONE_SPLIT: tl.constexpr, sizes):
-    """The running sums of the first num_columns columns of q [DIM_PADDED, TILE_M], which begin as `sums`. A program
-    computes a run of the context's splits, one after the other:
+    """A program computes a run of a context's splits, one after another, for the first num_columns columns of q
+    [DIM_PADDED, TILE_M]. `sums` are the running sums before its first tile: empty, or in cascade.py those of a common
+    beginning. Returns the sums of all splits, which only ONE_PROGRAM fills. The additions have one order in all modes:
 
-        a context of 5 splits       | 0 | 1 | 2 | 3 | 4 |      a program has (the order of additions is always the same)
+        a context of 5 splits       | 0 | 1 | 2 | 3 | 4 |      a program has
         ONE_PROGRAM                 | program 0         |      all splits, merged into `total` (vLLM's V1)
         neither, 2 programs         | program 0 | 1     |      a run of splits, each stored for merge_splits_kernel (V2)
-        ONE_SPLIT                   | 0 | 1 | 2 | 3 | 4 |      one split, stored once behind the loop
+        ONE_SPLIT                   | 0 | 1 | 2 | 3 | 4 |      one split, stored once, after the loop
 
         in plain loops:             for split in the program's splits:
                                         for tile in split: sums = _decode_tile(sums, tile)
@@ -695,14 +693,14 @@ def decode_splits(sums, q, keys, split_acc, split_sums, at, num_columns, scale, 
                                                     split  0    0     1    1      2
                                                     ends   .    x     .    x      x
 
-    at: for each column, where split_sums has the sums of its first split
+    at: for each column, the index of its split 0 in split_acc and split_sums
     """
     start, end = keys.oldest, keys.end
     split_len = split_length(keys.seq_len, sizes.TILE_N)
     split = start // split_len
     if not ONE_PROGRAM:
-        num_splits_left = tl.cdiv(end, split_len) - split
-        splits_per_program = 1 if ONE_SPLIT else tl.cdiv(num_splits_left, tl.num_programs(1))
+        num_visible_splits = tl.cdiv(end, split_len) - split  # of the window, or of the whole context
+        splits_per_program = 1 if ONE_SPLIT else tl.cdiv(num_visible_splits, tl.num_programs(1))
         split += splits_per_program * tl.program_id(1)  # this program's first split
         start = tl.maximum(start, split * split_len)
         end = tl.minimum(end, (split + splits_per_program) * split_len)
@@ -802,10 +800,10 @@ def _prefill(queries, keys, first_position, scale, v_scale, sizes):
 # Prefill has no splits: the queries of a prompt are usually enough for many programs.
 #
 # **When does decode split a context?** A context of 128 tokens or fewer is one split. Above that it always has splits,
-# whose length follows from the context's length alone (`split_length`). Only who computes them depends on the batch
-# (`programs_per_context`): from 160 pairs of a sequence and a kv head on, one program takes all splits of a context and
-# merges them itself. With fewer pairs several programs share them, and merge_splits_kernel merges what they stored.
-# Both add in the same order, so a text gets the same bits in any batch.
+# whose length follows from the context's length alone (`split_length`). Only the programs that compute them depend on
+# the batch (`programs_per_context`): with 160 or more pairs of a sequence and a kv head, one program takes all splits
+# of a context and merges them itself. With fewer pairs several programs share them, and merge_splits_kernel merges what
+# they stored. Both add in the same order. If the compiler fuses both alike (`_merge`), the bits are the same.
 # --------------------------------------------------------------------------------------------------
 
 MIN_SPLIT, MID_SPLIT, MAX_SPLITS = (tl.constexpr(n) for n in (tiles.MIN_SPLIT, tiles.MID_SPLIT, tiles.MAX_SPLITS))

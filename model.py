@@ -63,8 +63,9 @@ class Batch:
     block_tables: Tensor  # [num_seqs, max_blocks] int32: logical block -> block id, the same id in every layer
     seq_lens: Tensor  # [num_seqs] int32: tokens in the cache after this step
     query_start_loc: Tensor  # [num_seqs + 1] int32
-    logits_indices: Tensor | None  # tokens whose logits are read; None: all. First each sampling sequence's last
-    sampling_places: Tensor | None  # these sequences, indices into seq_lens; None: unknown
+    logits_indices: Tensor | None  # tokens whose logits are read, first the last one of each sequence that samples;
+    # None: all tokens
+    sampling_places: Tensor | None  # the sequences that sample, indices into seq_lens; None: not given
     metadata: "AttentionMetadata"
 
 
@@ -72,7 +73,7 @@ class AttentionMetadata(NamedTuple):
     """What the host knows of a step's lengths. Attention in Triton needs it for its launches (chapter 1)."""
     max_query_len: int
     max_seq_len: int
-    num_decodes: int | None = None  # all sequences with one new token are among the first so many; None: anywhere
+    num_decodes: int | None = None  # those with one new token are among the first num_decodes; None: anywhere
     query_tiles: Tensor | None = None  # the work list of the others
 
 
@@ -95,20 +96,22 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False  # Qwen3, Gemma 3: of each head
-    all_heads_norm: bool = False  # OLMo: one norm over all heads of q, and one over those of k
-    pre_norm: bool = True  # OLMo has no norm in front of a sublayer
-    post_norm: bool = False  # OLMo, Gemma 3: a sublayer's result is normalised before the addition
+    all_heads_norm: bool = False  # OLMo 2, 3, OLMoE: one norm over all heads of q, and one of k
+    pre_norm: bool = True  # OLMo 2 and 3 have no norm in front of a sublayer
+    post_norm: bool = False  # OLMo 2, 3, Gemma 3: a sublayer's result is normalised before the addition
     float32_norms: bool = False  # OLMo, Gemma 3: a norm multiplies in float32, then rounds
     norm_offset: float = 0.0  # Gemma 3 stores a norm's weight minus 1
     embedding_multiplier: float = 1.0  # Granite, Gemma 3
     attention_scale: float | None = None  # Granite, Gemma 3; None: head_dim ** -0.5
-    logits_scaling: float = 1.0  # Granite: a divisor of the logits, and, once loaded, of the last norm's weight
+    logits_scaling: float = 1.0  # Granite divides the logits; build.py divides the last norm's weight instead
     tie_word_embeddings: bool = False
     learned_positions: bool = False
     position_offset: int = 0  # OPT's position table begins with two rows that no token uses
     ropes: list[dict[str, Any]] = field(default_factory=list)  # each: rope_theta, rope_type, that type's parameters
     layer_ropes: list[int] = field(default_factory=list)  # of each layer: its place in ropes, -1: no rope; []: all 0
     sliding_windows: list[int] = field(default_factory=list)  # of each layer; 0: a token sees itself and all before it
+    groups: list[int] = field(default_factory=list)  # of each layer (nanopaged/features/kinds); []: all in one
+    layer_heads: list[tuple[int, int]] = field(default_factory=list)  # num_kv_heads, head_dim of each; []: those above
     experts: dict[str, Any] = field(default_factory=dict)  # those of nanopaged/features/experts.py; {}: none
     sinks: bool = False  # layers have sinks (nanopaged/features/gpt_oss.py)
     torch_dtype: torch.dtype = torch.float32
@@ -118,10 +121,6 @@ class ModelConfig:
     merged: dict[str, dict[str, int]] = field(default_factory=dict)  # a stored matrix -> the rows of its parts
     transposed: bool = False  # GPT-2 stores its matrices as [in, out]
 
-
-# --------------------------------------------------------------------------------------------------
-# The decoder
-# --------------------------------------------------------------------------------------------------
 
 class Transformer(nn.Module):
     """The decoder: a flat batch of tokens in, logits out."""
@@ -183,7 +182,7 @@ class Layer(nn.Module):
         return x + self.mlp_post_norm(self.mlp(self.post_attention_layernorm(x)))
 
     def attention(self, x: Tensor, rope: Tensor | None, batch: Batch, cache: LayerCache, kernels: Kernels) -> Tensor:
-        """Write the K and V of all tokens into their slots, then attend through the block tables: [T, D] -> [T, D]."""
+        """Write the new tokens' K and V into their slots, then attend through the block tables: [T, D] -> [T, D]."""
         c, (k_cache, v_cache, k_scale, v_scale) = self.config, cache
         qkv = self.qkv_proj(x)  # [T, (H + 2 KV) * head_dim]
         if c.all_heads_norm:
@@ -191,7 +190,7 @@ class Layer(nn.Module):
             qkv = torch.cat([self.q_norm(q), self.k_norm(k), v], dim=1)
         qkv = qkv.view(len(x), -1, c.head_dim)  # [T, H + 2 KV, head_dim]
         norms = (self.q_norm.weight, self.k_norm.weight) if c.qk_norm else (None, None)
-        # Norm, rope and storing k and v (`store_kv`) wait for memory, so in Triton one launch does all three.
+        # Norm, rope and storing k and v (`store_kv`) are bound by memory, so in Triton one launch does all three.
         q = kernels.rotate_and_store(qkv, c.num_heads, rope, *norms, c.norm_eps, k_cache, v_cache,
                                      batch.slot_mapping, k_scale, v_scale)
         o = kernels.attention(q, k_cache, v_cache, batch.block_tables, batch.seq_lens, batch.query_start_loc,
@@ -287,8 +286,8 @@ PLAIN: Modules = Modules()
 
 gelu_tanh = partial(F.gelu, approximate="tanh")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu, "swish": F.silu, "relu": F.relu, "gelu": F.gelu, "gelu_new": gelu_tanh,
-    "gelu_pytorch_tanh": gelu_tanh}
+    "silu": F.silu, "swish": F.silu, "relu": F.relu, "relu2": lambda x: F.relu(x).square(), "gelu": F.gelu,
+    "gelu_new": gelu_tanh, "gelu_pytorch_tanh": gelu_tanh}
 
 
 def activate(x: Tensor, activation: str, gated: bool) -> Tensor:

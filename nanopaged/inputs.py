@@ -2,6 +2,7 @@
 given value and the expected one."""
 import difflib
 import json
+import sys
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
@@ -79,6 +80,16 @@ def check_number(name: str, value: Any, kind: Kind, in_range: Callable[[Any], ob
     if not is_right or value is not None and not in_range(value):
         raise ValueError(f"{name} must be {expected}, not {shown(value)}")
     return value
+
+
+def wants_bar(use_tqdm: Any) -> bool:
+    """Whether a progress bar is drawn: only on a terminal or in a notebook's cell."""
+    try:
+        is_wanted = bool(use_tqdm)
+    except (RuntimeError, ValueError):  # an array
+        raise ValueError(f"use_tqdm must be True or False, not {use_tqdm!r:.80}") from None
+    return is_wanted and sys.stderr is not None and (
+        sys.stderr.isatty() or type(sys.stderr).__module__.startswith("ipykernel"))
 
 
 def checked(default: Any, *check: Any) -> Any:

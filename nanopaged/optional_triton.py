@@ -31,8 +31,8 @@ except ImportError:  # no Triton, or one without Nvidia's part
 
 # Triton compiles a kernel again for other alignments of a pointer and for some values of an integer (1, multiples of
 # 16). These arguments change from step to step, and a step must not wait for the compiler.
-VARYING = ["block_tables", "seq_lens", "query_start_loc", "work", "slot_mapping"]
-VARYING_NUMBERS = ["num_splits", "num_rows", "num_out"]
+VARYING = ["block_tables", "seq_lens", "query_start_loc", "work", "slot_mapping", "positions"]
+VARYING_NUMBERS = ["num_splits", "num_rows", "num_out", "num_tokens"]
 jit = (triton.jit(do_not_specialize=VARYING_NUMBERS, do_not_specialize_on_alignment=VARYING) if triton
        else lambda function: function)
 

@@ -1,11 +1,9 @@
 """The options of an engine in one table: it makes checks, LLM's docstring, and the command line's flags and help. And
 `feature`, which loads what an option or a request asks for.
 """
-import json
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -41,8 +39,8 @@ def _number(default: Any, help: str, kind: type, low: float, high: float, featur
     return Option(default, kind, help, *between(kind, low, high)[1:], feature)
 
 
-def _choice(help: str, *choices: str) -> Option:
-    return Option(choices[0], str, help, lambda x: x in choices, " or ".join(map(repr, choices)))
+def _choice(help: str, *choices: str, feature: str = "") -> Option:
+    return Option(choices[0], str, help, lambda x: x in choices, " or ".join(map(repr, choices)), feature)
 
 
 def _flag(default: bool | None, help: str, expected: str = "True or False") -> Option:
@@ -83,7 +81,8 @@ OPTIONS = dict(
                  "bfloat16 on cards before Ampere), float32 on a CPU"),
     device=Option("auto", str, "cpu, cuda or cuda:1"),
     attention=Option("auto", str, "triton (kernel.py's kernel) or torch"),
-    kv_cache_dtype=_choice("fp8: a byte per number, so twice the tokens of 16 bits", "auto", "fp8", "fp8_e4m3"),
+    kv_cache_dtype=_choice("fp8: a byte per number, so twice the tokens of 16 bits", "auto", "fp8", "fp8_e4m3",
+                           feature="fp8_cache"),
     quantization=Option(None, str, "fp8: matrices in 8 bits, of an ordinary checkpoint, too [as they are stored]",
                         lambda x: x == "fp8", "'fp8', or None for weights as they are stored", "fp8"),
     block_size=_number(None, "token slots of a block [64 on CUDA, 16 on a CPU]", int, 1, MOST_TOKENS),
@@ -149,18 +148,6 @@ def check_options(options: Mapping[str, Any], vllm_options: Mapping[str, Any]) -
     if data_parallel > 1 < tensor_parallel:
         raise ValueError(f"data_parallel_size {data_parallel} and tensor_parallel_size {tensor_parallel} do not go "
                          "together; use one of them")
-
-
-def read_words(words: Mapping[str, Any], others: Collection[str], texts: Collection[str] = ()) -> dict[str, Any]:
-    """Options of LLM, and others, from the NAME=VALUE words of a command that has no flags. ValueError for an unknown
-    name. Values are JSON, but for options that are texts and the others named in `texts`."""
-    refuse_unknown("there is no option", words, [*OPTIONS, *others, *texts], "help(nanopaged.LLM) lists those of LLM")
-    options = dict(words)
-    for name, value in words.items():
-        if isinstance(value, str) and name not in texts and (name in others or OPTIONS[name].kind is not str):
-            with suppress(ValueError):  # whoever uses the value refuses it
-                options[name] = json.loads(value)
-    return options
 
 
 # --------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from nanopaged.device.runner import Runner
 from nanopaged.device.trial import allocate_pool
 from nanopaged.options import default_feature, feature
 from nanopaged.tiles import has_dependent_launch, widest_window
-from nanopaged.weights.build import as_checkpoint, random_tensors
+from nanopaged.weights.build import as_checkpoint, random_tensors, unmerge
 from nanopaged.weights.checkpoint import find_on_disk, read_ordinary
 
 
@@ -41,6 +41,7 @@ def make_runners(options: Any, config: model.ModelConfig, path: Path,
     first GPUs, with the weights of the first; with tensor_parallel_size that of the first GPU, with a worker process
     for each other one."""
     num_ranks, fp8 = options.tensor_parallel_size, False
+    choose_groups(options, config)
     option = "tensor_parallel_size" if num_ranks > 1 else "data_parallel_size"
     devices = pick_devices(options.device, vars(options)[option], option)
     if options.quantization or config.fp8:
@@ -49,6 +50,8 @@ def make_runners(options: Any, config: model.ModelConfig, path: Path,
     runners: list[Runner] = []
     for device in devices[:1] if num_ranks > 1 else devices:
         kind, kernels, modules = pick_runner(options, device)
+        if config.groups:
+            kind = runner_class([feature("kinds.device", "a model with layers of several kinds").KindsRunner, kind])
         if config.four_bits:
             modules = feature("four_bits", "a checkpoint in 4 bits").with_four_bits(options, config, modules, device)
         if fp8:
@@ -65,6 +68,15 @@ def make_runners(options: Any, config: model.ModelConfig, path: Path,
         runners.append(runner)
     return runners, [allocate_pool(runner, options.num_gpu_blocks_override or options.num_blocks,
                                    options.gpu_memory_utilization) for runner in runners]
+
+
+def choose_groups(options: Any, config: model.ModelConfig) -> None:
+    """Put layers of several kinds into groups (features/kinds)."""
+    if config.layer_heads:
+        feature("kinds.device", "a model with heads of several sizes").choose(options, config)
+    elif len(set(config.sliding_windows)) > 1:
+        if kinds := default_feature("kinds.device", "a text that keeps all blocks of layers with a window,"):
+            kinds.choose(options, config)
 
 
 def pick_runner(options: Any, device: torch.device) -> tuple[type[Runner], kernel.Kernels, model.Modules]:
@@ -111,7 +123,9 @@ def read(options: Any, config: model.ModelConfig, path: Path, runner: Runner) ->
     if config.four_bits:
         keep = getattr(runner.modules.mlp, "four_bits", False)
         tensors = feature("four_bits", "a checkpoint in 4 bits").read_weights(tensors, keep, runner.device)
-    return feature("fp8", "quantization").in_fp8(tensors, runner.device) if runner.fp8 else tensors
+    if runner.fp8:  # with the names that say which matrices are cut
+        return feature("fp8", "quantization").in_fp8(unmerge(tensors, config), runner.device)
+    return tensors
 
 
 def load(runner: Runner, options: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -127,7 +141,10 @@ def make_engines(options: Any, runners: list[Runner], pools: list[int]) -> tuple
     engines, make_scheduler, make_manager, window = [], engine.Scheduler, None, 0
     config, block_size, given = runners[0].config, runners[0].block_size, options.max_model_len
     limit, size = config.max_position_embeddings, min(pools) * block_size
-    if options.swap_space or widest_window(config):
+    if config.groups:
+        parts = feature("kinds.device", "a model with layers of several kinds")
+        make_manager, size = parts.make_manager, parts.longest_text(options, runners[0], size)
+    elif options.swap_space or widest_window(config):
         if swapping := default_feature("swapping", "a text that keeps the blocks behind a sliding window,"):
             window, make_manager = swapping.pick_window(runners[0], size), swapping.make_manager
     if given is not None and size < given and not window:
@@ -140,7 +157,7 @@ def make_engines(options: Any, runners: list[Runner], pools: list[int]) -> tuple
             runner.step_input = parts.DraftInput
     for runner, num_blocks in zip(runners, pools):
         most_tokens = options.max_num_batched_tokens
-        if make_manager and (window or options.swap_space):
+        if make_manager and (window or options.swap_space or config.groups):
             manager = make_manager(options, runner, num_blocks, window)
             most_tokens = manager.most_tokens  # a step's, which have to fit beside a window
         else:

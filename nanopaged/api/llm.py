@@ -10,10 +10,9 @@ import torch
 from nanopaged import engine
 from nanopaged.api.core import Core
 from nanopaged.api.request import Request
-from nanopaged.inputs import as_list, as_python, check_choice, check_kind
-from nanopaged.options import OPTIONS, check_options, describe, feature
+from nanopaged.inputs import as_list, as_python, check_choice, check_kind, wants_bar
+from nanopaged.options import OPTIONS, check_options, default_feature, describe, feature
 from nanopaged.outputs import RequestError, RequestOutput
-from nanopaged.progress import ProgressBar
 from nanopaged.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -175,7 +174,8 @@ class LLM(Core):
     def _finish(self, requests: list[Any], use_tqdm: bool) -> list[RequestOutput]:
         """Run requests, each a Request or a BeamSearch, to the end. Ctrl-C comes in a step or after it, and a second
         one after the clean-up."""
-        pending, bar = list(requests), ProgressBar(len(requests), use_tqdm)
+        pending = list(requests)
+        progress = wants_bar(use_tqdm) and default_feature("progress", "a progress bar, which is not drawn,")
 
         def is_done() -> bool:
             while pending and pending[-1].finished:
@@ -183,17 +183,13 @@ class LLM(Core):
             return not pending
 
         with self.lock.interrupts, self._or_abort(requests):
-            try:
-                with self.lock:
-                    for request in requests:
-                        self.add(request)
-                while not is_done():
-                    with self.run_until(lambda: bar.due or is_done()):
-                        if bar.due:
-                            bar.update(sum(request.finished for request in requests),
-                                       sum(request.num_new_tokens for request in requests))
-            finally:
-                bar.clear()
+            with self.lock:
+                for request in requests:
+                    self.add(request)
+            if progress:
+                progress.watch(self, requests, is_done)
+            with self.run_until(is_done):
+                pass
             return [request.output() for request in requests]
 
     @contextmanager

@@ -2,8 +2,9 @@
 
     --prompt TEXT      one text streams, prompt first; of several, samples or beams, each is printed when all are done
     --prompts FILE     many: see nanopaged/features/batch.py
-    --chat             a conversation, if stdin is a terminal; else one message: all of stdin, or each --prompt
+    --chat             conversations: see nanopaged/features/conversation.py
     --serve            OpenAI's API over HTTP: see nanopaged/features/server/app.py
+    --simulate FILE    a clock in place of a card: see nanopaged/features/simulate.py
 
 The exit code is 0; 1 if lines of a file were bad, or the model's output was not a number; 2 for bad input, with one
 sentence; 130 after Ctrl-C. But in a conversation Ctrl-C only stops the answer, which is kept as far as it got, and
@@ -14,22 +15,20 @@ import json
 import os
 import random
 import re
-import shlex
 import signal
 import sys
 import time
-from contextlib import suppress
-from functools import partial
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
 from nanopaged import __version__
-from nanopaged.cli.status import Progress, fold, say
-from nanopaged.inputs import check_choice, open_file, refuse_unknown
+from nanopaged.cli.status import Progress, counted, fold, say
+from nanopaged.inputs import refuse_unknown
 from nanopaged.options import OPTIONS, default_feature, describe, feature
 from nanopaged.outputs import CompletionOutput, EngineDeadError, RequestError
-from nanopaged.progress import ProgressBar, counted
 from nanopaged.sampling_params import SamplingParams, read_settings
 
 HELP = """\
@@ -65,6 +64,8 @@ SAMPLING: the checkpoint's generation_config.json goes before the defaults
   --generation-config vllm, --override-generation-config JSON   leave it aside [auto]; go before it
   --beam-width N, --length-penalty X             beam search: N texts, longer or shorter [1.0]
   --speculate N                guess N tokens, and compute them along: --speculative-config in short
+  --simulate [TRACE.jsonl]     serve a trace without a GPU, as --card NAME [H200] would; or
+     --requests N, --rate R a second; --ttft S, --tpot S: the fewest cards on which 90% keep these
   --trace [FILE.html|.json]    print what each step computes, in which blocks; or a page, or data
   --version                    print the version
 """
@@ -93,42 +94,35 @@ def main(argv: list[str] | None = None, llm_class=None) -> int:
         return 130
 
 
+# Options whose features do the work: prepare(args) refuses what can be refused before the model is loaded. It returns a
+# function of the LLM, which does the rest and gives the exit code.
+WAYS = dict(serve="server.command", simulate="simulate", prompts="batch", chat="conversation")
+
+
 def _run(args, llm_class) -> int:
-    # What can be refused is refused before the model is loaded.
-    params, search, prompt_file, listener, page = _sampling_params(args), None, None, None, None
-    if args.beam_width is not None:
-        options = _given(args, ("beam_width", "length_penalty", "ignore_eos"))
-        beams = feature("beam", "--beam-width")
-        search = beams.BeamSearchParams(max_tokens=params.max_tokens or 256, **options)
-    for name, choices in PARSERS.items():
-        if (given := vars(args)[name]) is not None:
-            check_choice(_option(name), given, tuple(vars(feature("server.tools", _option(name)))[choices]))
-    if args.serve:
-        listener = feature("server.app", "--serve").bind(args.host, args.port)
-    if args.prompts is not None:
-        settings = (Path(args.model).name, args.revision, params, args.generation_config or "auto", args.chat_template,
-                    args.chat_template_kwargs, *filter(None, [args.override_generation_config]))
-        prompt_file = feature("batch", "--prompts").PromptFile(args.prompts, args.output, repr(settings))
-    if file := args.trace:
-        if not file.lower().endswith((".html", ".json")):
-            raise ValueError("--trace takes FILE.html or FILE.json, or no file to print the steps on stderr, not "
-                             f"{file!r}")
-        open_file("--trace", file, "ab").close()
-    llm = _load(args, llm_class)
-    if file == "":
-        feature("trace", "--trace").Trace(llm)
-    elif file:
-        page = feature("page", "--trace").Page(llm)
-    try:
-        return _generate(llm, args, search, prompt_file, listener)
-    finally:
-        if page:
-            say(page.save(file, "python engine.py " + shlex.join(args.words)))
+    settings_of(args)  # which checks them
+    way = next((name for name in WAYS if vars(args)[name] not in (None, False)), None)
+    act = feature(WAYS[way], option_name(way)).prepare(args) if way else prepare_prompts(args)
+    watching: Any = nullcontext
+    if (file := args.trace) is not None:
+        watching = feature("page" if file else "trace", "--trace").prepare(args)
+    llm = getattr(act, "llm", None) or _load(args, llm_class)  # a simulation brings its own
+    with watching(llm):
+        return act(llm)
 
 
-def _generate(llm, args, search: Any, prompt_file: Any, listener: Any) -> int:
-    params, is_printed = _sampling_params(args, llm), args.trace == ""
+def prepare_prompts(args) -> Callable[..., int]:
+    """For --prompt: a function of the LLM that prints the text after it, or after what `render` makes of it. (A text
+    that streams would run into printed steps.)"""
+    if len(args.prompt) > 1 or args.n not in (None, 1) or args.beam_width is not None or args.prints_steps:
+        return feature("progress", "a run of several texts").prepare(args)
+    [text] = args.prompt
+    return lambda llm, render=None: stream(llm, settings_of(args, llm), render(text) if render else text, [],
+                                           echo="" if render else text)
 
+
+def renderer(args, llm) -> Callable[..., dict]:
+    """What makes prompts of messages, with the options of the command line."""
     def render(messages: list[dict], tools: list[dict] | None = None, more: dict | None = None, **options) -> dict:
         try:
             return llm.chat_prompt(messages, chat_template=args.chat_template, tools=tools,
@@ -136,49 +130,22 @@ def _generate(llm, args, search: Any, prompt_file: Any, listener: Any) -> int:
         except ValueError as error:  # what is a keyword of that method is an option here
             raise ValueError(str(error).replace("chat_template=", "--chat-template")) from None
 
-    if listener or prompt_file:
-        make_reader = feature("server.openai", "OpenAI's format").make_reader
-        given = _given(args, ("served_model_name", "chat_template", "tool_call_parser", "reasoning_parser"))
-        reader = make_reader(llm, args.model, render=render, **given)
-    if listener:
-        key = args.api_key or os.environ.get("NANOPAGED_API_KEY")
-        return feature("server.app", "--serve").serve(reader, args.host, listener, key,
-                                                      (args.allowed_hosts or "").split(","))
-    if prompt_file:
-        return prompt_file.run(llm, params, reader, show_progress=not is_printed)
-    system = [] if args.system is None else [{"role": "system", "content": args.system}]
-    if args.prompt is None:
-        converse = feature("conversation", "--chat").converse
-        return converse(system, render, partial(_stream, llm, params), llm.max_model_len)
-    prompts = args.prompt
-    if args.chat:
-        prompts = [render([*system, {"role": "user", "content": text}]) for text in prompts]
-    if len(prompts) == params.n == 1 and not search and not is_printed:  # a stream would run into the trace
-        return _stream(llm, params, prompts[0], [], echo="" if args.chat else args.prompt[0])
-    progress = Progress(llm, ProgressBar(len(prompts), not is_printed))
-    if search:
-        outputs = llm.beam_search(prompts, search, use_tqdm=not is_printed)
-        for output in outputs:
-            progress.note_end(output)
-    else:
-        outputs = [output for _, output in sorted(progress.run((i, prompt, params, 0)
-                                                               for i, prompt in enumerate(prompts)))]
-    return _print_all(args.prompt, outputs, progress)
+    return render
 
 
-def _sampling_params(args, llm=None) -> SamplingParams:
+def settings_of(args, llm=None) -> SamplingParams:
     """The settings of the command line. The checkpoint's are known once the model is loaded; without `llm` this call
     only checks the settings given."""
     ours = DEFAULTS | ({"seed": random.getrandbits(63)} if args.chat else {})  # every conversation draws anew
     if args.chat and args.beam_width is None:
         ours["max_tokens"] = None
-    given = _given(args, SAMPLING)
-    if structured := _given(args, STRUCTURED):
-        given["structured_outputs"] = {name.removesuffix("_schema"): value for name, value in structured.items()}
+    settings = given(args, SAMPLING)
+    if structured := given(args, STRUCTURED):
+        settings["structured_outputs"] = {name.removesuffix("_schema"): value for name, value in structured.items()}
     if llm is None:
         is_known = args.generation_config == "vllm" and not args.override_generation_config
-        return SamplingParams(**(ours if is_known else dict(max_tokens=None)) | given)
-    return sampling_params(llm, ours, **given)
+        return SamplingParams(**(ours if is_known else dict(max_tokens=None)) | settings)
+    return sampling_params(llm, ours, **settings)
 
 
 def sampling_params(llm: Any, ours: dict[str, Any] = DEFAULTS, **given: Any) -> SamplingParams:
@@ -189,15 +156,17 @@ def sampling_params(llm: Any, ours: dict[str, Any] = DEFAULTS, **given: Any) -> 
 
 def _load(args, llm_class):
     started = time.perf_counter()
-    options = _given(args, ENGINE) | ({"warm_up": True} if args.serve else {})
+    options = given(args, ENGINE) | ({"warm_up": True} if args.serve else {})
     if args.speculate is not None:
         options["speculative_config"] = {"num_speculative_tokens": args.speculate}
     llm = (llm_class or _import_llm())(args.model, **options)
     runners, pool = llm.runners, llm.scheduler.block_manager
     devices = ", ".join(dict.fromkeys(str(runner.device) for runner in runners))
+    groups = max(llm.config.groups, default=0) + 1  # of layers (features/kinds)
+    groups = f" for {groups} groups of layers" if groups > 1 else ""
     pools = f"{len(runners)} pools, together" if len(runners) > 1 else "pool of"
     say(fold(f"{args.model} on {devices} ({str(llm.runner.dtype).removeprefix('torch.')}), {pools} "
-             f"{counted(pool.num_blocks, 'block')} of {counted(pool.block_size, 'token')}, "
+             f"{counted(pool.num_blocks, 'block')} of {counted(pool.block_size, 'token')}{groups}, "
              f"loaded in {time.perf_counter() - started:.1f} s"))
     return llm
 
@@ -222,7 +191,7 @@ def _import_llm() -> type:
     return LLM
 
 
-def _stream(llm, params: SamplingParams, prompt: Any, said: list[str], echo: str = "") -> int:
+def stream(llm, params: SamplingParams, prompt: Any, said: list[str], echo: str = "") -> int:
     """Print one text as it comes, after the echo; the exit code. Its pieces are in the list `said`, even after an
     interruption."""
     progress = Progress(llm)
@@ -242,22 +211,10 @@ def _stream(llm, params: SamplingParams, prompt: Any, said: list[str], echo: str
         print(flush=True)
     progress.note_end(output)
     sample = output.outputs[0]
-    return _conclude(progress, [("the text", sample)], after_first=True, end=sample.finish_reason)
+    return conclude(progress, [("the text", sample)], after_first=True, end=sample.finish_reason)
 
 
-def _print_all(titles: list[str], outputs: list, progress: Progress) -> int:
-    """Several texts, each under its prompt; the exit code."""
-    several, samples = any(len(output.outputs) > 1 for output in outputs), []
-    for title, output in zip(titles, outputs):
-        for sample in output.outputs:
-            number = f" [{sample.index}]" * several
-            score = "" if sample.score is None else f" score {sample.score:.4f}"
-            print(f"=== {title!r}{number}{score}\n{sample.text}\n")
-            samples.append((f"{title!r:.80}{number}", sample))
-    return _conclude(progress, samples, start=counted(len(titles), "prompt"))
-
-
-def _conclude(progress: Progress, samples: list[tuple[str, CompletionOutput]], **status: Any) -> int:
+def conclude(progress: Progress, samples: list[tuple[str, CompletionOutput]], **status: Any) -> int:
     """Say which of the named texts went wrong, and the status line; the exit code."""
     wrong = [f"{name} went wrong: {sample.stop_reason}" for name, sample in samples if sample.finish_reason == "error"]
     say("\n".join([*wrong, progress.report(**status)]))
@@ -331,18 +288,21 @@ ENGINE = {name: {bool: not option.default, dict: _object}.get(option.kind, optio
 STRUCTURED = dict(json_schema=_file, regex=str, choice=list)
 OTHERS = dict(
     prompt=list, prompts=str, output=str, chat=True, system=str, chat_template=_file, chat_template_kwargs=_object,
-    beam_width=int, length_penalty=float, model=str, speculate=int, trace=None, serve=True, host=str, port=int,
+    beam_width=int, length_penalty=float, model=str, speculate=int, trace=None, simulate=None, card=str, requests=int,
+    rate=float, ttft=float, tpot=float, serve=True, host=str, port=int,
     api_key=str, allowed_hosts=str, served_model_name=str, tool_call_parser=str, reasoning_parser=str)
-PARSERS = dict(tool_call_parser="FORMATS", reasoning_parser="THINKERS")  # in features/server/tools.py
 KINDS: dict[str, Any] = SAMPLING | STRUCTURED | ENGINE | OTHERS
 SHORT = dict(model=["-m"], n=["-n"])
 NEEDS = {name: needed.split() for needed, names in {  # any of these, for each of those
     "prompts": "output", "output": "logprobs prompt_logprobs", "beam_width": "length_penalty", "chat": "system",
+    "simulate": "card requests rate ttft tpot",
     "chat prompts serve": "chat_template chat_template_kwargs", "serve": "host port api_key allowed_hosts",
     "serve prompts": "served_model_name tool_call_parser reasoning_parser"}.items() for name in names.split()}
 EXCLUDES = dict(prompts=["prompt", "chat", "beam_width"], speculate=["speculative_config"],
                 serve=["prompt", "prompts", "chat", "beam_width",
                        *(name for name in SAMPLING | STRUCTURED if name != "seed")],
+                simulate=["prompt", "prompts", "chat", "beam_width", "serve", "speculate",
+                          *(name for name in SAMPLING | STRUCTURED if name != "seed")],
                 beam_width=[name for name in SAMPLING | STRUCTURED if name not in ("max_tokens", "ignore_eos", "seed")])
 
 
@@ -352,18 +312,23 @@ class _Parser(argparse.ArgumentParser):
         advice, unknown = "python engine.py --help lists the options", re.search(r"unrecognized arg.*?: (\S*)", message)
         if unknown and unknown[1].startswith("-"):
             name, *_ = unknown[1].split("=")
-            refuse_unknown("there is no option", [name], [*map(_option, KINDS)], advice)
+            refuse_unknown("there is no option", [name], [*map(option_name, KINDS)], advice)
         raise ValueError(f"{message}; " + ('write a prompt as --prompt "TEXT"' if unknown else advice))
 
     def format_help(self):
         return help_text()
 
 
-def _given(args, names) -> dict:
+def given(args, names) -> dict:
     return {name: value for name in names if (value := vars(args)[name]) is not None}
 
 
-def _option(name: str) -> str:
+def check_stdin() -> None:
+    if sys.stdin is None:
+        raise ValueError("stdin is closed, and the prompts were to come from there; open it, or give --prompt TEXT")
+
+
+def option_name(name: str) -> str:
     return f"--{'no-' * (KINDS[name] is False)}{name.replace('_', '-')}"
 
 
@@ -374,40 +339,27 @@ def _read_arguments(argv: list[str] | None) -> argparse.Namespace:
         ways: dict[type, dict[str, Any]] = {
             bool: dict(action=argparse.BooleanOptionalAction), NoneType: dict(nargs="?", const="")}
         how = dict(action="append") if kind is list else ways.get(type(kind), dict(type=kind))
-        parser.add_argument(*SHORT.get(name, ()), _option(name).replace("--no-", "--"), dest=name, **how)
+        parser.add_argument(*SHORT.get(name, ()), option_name(name).replace("--no-", "--"), dest=name, **how)
     parser.set_defaults(model=OPTIONS["model"].default, words=sys.argv[1:] if argv is None else argv)
     # --max_tokens=8 is --max-tokens=8
     args = parser.parse_args([re.sub(r"^--[a-z_-]+(?==|\Z)", lambda name: name[0].replace("_", "-"), word)
                               for word in parser.get_default("words")])
-    is_asked = args.chat and args.prompt is None and args.prompts is None  # on stdin
-    if sys.stdin is None and (is_asked or args.prompts == "-"):
-        raise ValueError("stdin is closed, and the prompts were to come from there; open it, or give --prompt TEXT")
+    args.prints_steps = args.trace == ""
     _check_combination(args)
-    args.host, args.port = args.host or "127.0.0.1", 8000 if args.port is None else args.port
-    if is_asked and sys.stdin.isatty():  # it will be a conversation
-        if args.beam_width is not None or args.n not in (None, 1):
-            raise ValueError("a conversation has one answer at a time; leave out --n and --beam-width, or give "
-                             "--prompt")
-    elif is_asked:
-        args.prompt = [sys.stdin.read().rstrip("\n")]
-        if not args.prompt[0]:
-            raise ValueError("the message on stdin is empty: write one to it, or give --prompt TEXT")
     return args
 
 
 def _check_combination(args) -> None:
     """ValueError for options that do not go together."""
-    has = set(_given(args, KINDS))
-    if not has & {"prompt", "prompts", "chat", "serve"}:
-        raise ValueError("there is nothing to do; give --prompt TEXT, --prompts FILE, --chat or --serve")
+    has = set(given(args, KINDS))
+    if all(vars(args)[name] in (None, False) for name in ("prompt", *WAYS)):
+        raise ValueError("there is nothing to do; give --prompt TEXT, --prompts FILE, --chat, --serve or --simulate")
     for name, others in NEEDS.items():
         if name in has and has.isdisjoint(others):
-            raise ValueError(f"{_option(name)} needs {' or '.join(map(_option, others))}; give both, or none")
+            raise ValueError(f"{option_name(name)} needs {' or '.join(map(option_name, others))}; give both, or none")
     for name, others in EXCLUDES.items():
-        if name in has and (both := [_option(other) for other in others if other in has]):
-            raise ValueError(f"{_option(name)} does not go with {' and '.join(both)}; leave one out")
-    if args.api_key == "":
-        raise ValueError("--api-key is empty, and everybody knows that key; give another one, or leave the option out")
+        if name in has and (both := [option_name(other) for other in others if other in has]):
+            raise ValueError(f"{option_name(name)} does not go with {' and '.join(both)}; leave one out")
 
 
 if __name__ == "__main__":

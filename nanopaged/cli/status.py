@@ -1,12 +1,10 @@
-"""What the command line says on stderr about a run: the progress while it lasts, and the status line at its end."""
+"""What the command line says on stderr about a run: the status line at its end. (features/progress.py shows more.)"""
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 from nanopaged.outputs import RequestMetrics, RequestOutput
-from nanopaged.progress import ProgressBar, counted
 
 
 def say(text: str) -> None:
@@ -17,70 +15,24 @@ def fold(line: str) -> str:
     return textwrap.fill(line, 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
+def counted(count: int, noun: str) -> str:
+    """1 block, or 2 blocks."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 class Progress:
-    """Runs requests to their end and counts what the engine does meanwhile.
+    """Counts what the engine does from now on."""
 
-    bar: is drawn after the steps
-    done: the number of units of the bar that are done, and more for its line (default: the finished requests)
-    """
-
-    def __init__(self, llm: Any, bar: ProgressBar | None = None, done: Callable[[], tuple[int, str]] | None = None):
+    def __init__(self, llm: Any):
         self.llm = llm
         self.pool = llm.scheduler.block_manager
-        self.bar = bar or ProgressBar(None, enabled=False)
         self.num_finished = self.num_new = 0  # requests that have ended, and their new tokens
         self.num_cut = 0  # texts that max_model_len ended
-        self.done = done or (lambda: (self.num_finished, ""))
         self.started = time.perf_counter()
         self.first: float | None = None  # the time of the first output
         self.before = self._counts()
         llm.counts.most_blocks_held = self.pool.num_blocks - self.pool.num_free_blocks
         self.metrics = llm.drafting and RequestMetrics()
-
-    def run(self, requests: Iterable[tuple], refuse: Callable[[Any, ValueError], object] | None = None
-            ) -> Generator[tuple[Any, RequestOutput], None, None]:
-        """Run requests, each (key, prompt, sampling parameters, priority), and yield (key, output) as they finish.
-
-        At most max_num_seqs requests wait in the scheduler besides those that run; the others are read later. A request
-        that can never run goes to refuse(key, error), or raises ValueError. Closing this generator aborts the
-        unfinished requests. Several threads may run requests of one LLM, each with its own Progress.
-        """
-        unread, llm, scheduler = iter(requests), self.llm, self.llm.scheduler
-        keys: dict[Any, Any] = {}  # Request -> key
-        try:
-            while True:
-                while not keys or len(scheduler.waiting) < scheduler.max_num_seqs:
-                    if (given := next(unread, None)) is None:
-                        break
-                    key, *arguments = given
-                    try:
-                        request = llm.read_request(*arguments)
-                    except ValueError as error:
-                        if refuse is None:
-                            raise
-                        refuse(key, error)
-                        continue
-                    keys[request] = key
-                    with llm.lock:
-                        llm.add(request)
-                if not keys:
-                    return
-                num_steps = llm.num_steps
-                with llm.run_until(lambda: llm.num_steps > num_steps):
-                    finished = [request for request in keys if request.finished]
-                if not self.first and any(request.has_news for request in keys):
-                    self.note_text()
-                if self.bar.due:
-                    num_done, more = self.done()
-                    self.bar.update(num_done, self._counts()[2] - self.before[2], more)
-                for request in finished:
-                    output = request.output()
-                    self.note_end(output)
-                    yield keys.pop(request), output
-        finally:
-            self.bar.clear()
-            for request in keys:
-                llm.abort_request(request.request_id)
 
     def note_text(self) -> None:
         self.first = self.first or time.perf_counter()

@@ -20,6 +20,7 @@ FP8 = torch.float8_e4m3fn  # of an fp8 cache
 class Pool:
     """block_shape: of one layer's K, or V, of one block: (block_size, num_kv_heads, head_dim)"""
     blocks: Tensor  # the pool as bytes, for moving blocks of any type
+    block_dim = 2  # of `blocks`
 
     def __init__(self, num_layers: int, block_shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device):
         self.num_layers, self.block_shape, self.dtype, self.device = num_layers, block_shape, dtype, device
@@ -31,19 +32,23 @@ class Pool:
 
     def allocate(self, num_blocks: int) -> Tensor:
         """Make the pool and return it. ValueError: too little memory."""
-        pool = self._empty(num_blocks, self.num_layers, 2, num_blocks)
+        pool = self._empty(num_blocks, self.num_layers, 2, num_blocks, *self.block_shape)
         self.blocks = pool.view(torch.uint8)
         return pool
 
-    def one_block(self) -> Tensor:
-        """One layer's K, or V, of a block of zeros, for steps that are tried before there is a pool."""
-        return self._empty(1, 1).zero_()
+    def shape_of(self, layer: int) -> tuple[int, int, int]:
+        """The block_shape of this layer."""
+        return self.block_shape
+
+    def one_block(self, layer: int = 0) -> Tensor:
+        """This layer's K, or V, of a block of zeros, for steps that are tried before there is a pool."""
+        return torch.zeros(1, *self.shape_of(layer), dtype=self.dtype, device=self.device)
 
     def _empty(self, num_blocks: int, *shape: int) -> Tensor:
         try:
             if self.device.type == "cpu" and num_blocks * self.block_bytes > host_memory():
                 raise RuntimeError
-            return torch.empty(*shape, *self.block_shape, dtype=self.dtype, device=self.device)
+            return torch.empty(*shape, dtype=self.dtype, device=self.device)
         except (RuntimeError, TypeError):  # torch.OutOfMemoryError is a RuntimeError; 10**20 blocks raise a TypeError
             raise ValueError(f"a pool of {num_blocks} blocks needs {num_blocks * self.block_bytes / GIB:.2f} GiB, "
                              f"which {self.device} does not have; lower num_blocks or block_size") from None
@@ -52,4 +57,4 @@ class Pool:
         """Make the copies that the step needs (copy-on-write), before its forward pass writes."""
         if step.copies:
             sources, copies = transfer.send(self.device, [list(blocks) for blocks in zip(*step.copies)])
-            self.blocks.index_copy_(2, copies.long(), self.blocks.index_select(2, sources))
+            self.blocks.index_copy_(self.block_dim, copies.long(), self.blocks.index_select(self.block_dim, sources))

@@ -16,14 +16,14 @@ from nanopaged.weights.build import memory_for
 
 
 class Rows:
-    """Rows for num_seqs sequences of up to max_blocks blocks, and one that no sequence has, for padding (CUDA graphs,
-    trial steps). ValueError: too little memory."""
+    """Rows for num_seqs sequences of up to max_blocks blocks, and one more, which no sequence gets, for padding (CUDA
+    graphs, trial steps). ValueError: too little memory."""
 
     def __init__(self, num_seqs: int, max_blocks: int, device: torch.device):
         ints: dict[str, Any] = dict(dtype=torch.int32, device=device)
         with memory_for(f"{device} has no memory for the block tables of {num_seqs} sequences of {max_blocks} blocks; "
                         "lower max_num_seqs or max_model_len"):
-            # torch gathers rows of a multiple of 16 bytes faster
+            # torch gathers rows faster if their size is a multiple of 16 bytes
             self.block_tables = torch.zeros(num_seqs + 1, (max_blocks + 3) // 4 * 4, **ints)
             self.last_tokens = torch.zeros(num_seqs + 1, **ints)
             self.settings = torch.zeros(num_seqs + 1, SETTINGS_INTS, **ints)

@@ -23,10 +23,12 @@ of them in nanopaged/features, replace plain ones. `enforce_eager` keeps the pla
     Runner                    one that computes a part of the model               tensor_parallel_size (parallel.py)
     StepInput, Scheduler      ones with drafts (drafts.py)                        speculative_config
     Pool, BlockManager        ones with a host pool and a window (swapping.py)    swap_space; a model with a window
+    Pool, Rows, BlockManager  ones for groups of layers (kinds)                   windows in some layers
     one scheduler and engine  one of each for each GPU (router.py)                data_parallel_size
 
-The pool (pool.py) has the blocks that fit into 90% of the card, less what is in use and the peak of a trial step, twice
-with a lookahead; on a CPU 1 GiB at most (trial.py). What else requests ask for: edits.py, grammar.py, logprobs.py.
+The pool (pool.py) has the blocks that fit into 90% of the card, less what is in use and the peak of a trial step (twice
+with recorded steps, which have memory of their own); on a CPU 1 GiB at most (trial.py). What else requests ask for:
+edits.py, grammar.py, logprobs.py.
 """
 import gc
 from collections.abc import Iterable, Sequence
@@ -97,7 +99,7 @@ class Runner:
         self.rows = self._make_rows()
         self.send = partial(transfer.send, device)
         self.logits_steps: dict[type, Any] = {}  # see logits.py
-        self.step_kinds: dict[type[LaunchedStep], None] = {}  # see `extend_steps`
+        self.step_kinds: dict[type[LaunchedStep], None] = {}  # an ordered set, see `extend_steps`
         self.compiling: list[Future] = []  # Triton's kernels (features/warmup.py)
 
     def _make_rows(self) -> Rows:
@@ -135,7 +137,7 @@ class Runner:
 
     @cached_property
     def tokens_per_tile(self) -> int:
-        """Of prefill. It may depend on what compiles, so nothing asks for it before that."""
+        """Query tokens of a prefill tile. Hopper's kernel may fail to compile, so nothing reads it before it has."""
         c = self.config
         return self.kernels.tokens_per_tile(c.num_heads // c.num_kv_heads, c.head_dim, self.block_size, self.dtype,
                                             self.kv_dtype, self.device)
@@ -159,7 +161,7 @@ class Runner:
         inputs = self.make_batch(sent, logits_indices, places, metadata)
         with self.interruptible():
             logits = self.model(inputs, self.kv_cache, self.kernels)
-        if not batch.sampling_places:
+        if not batch.sampling_places:  # no tokens
             return ForwardPass(partial(torch.empty, 0, dtype=torch.int64, device=self.device), logits)
         rows, seq_lens = sent.rows.index_select(0, places), sent.seq_lens.index_select(0, places)
         return ForwardPass(partial(self.sample, logits[:len(places)], rows, seq_lens, needs), logits)
@@ -167,7 +169,7 @@ class Runner:
     def metadata(self, query_lens: list[int], seq_lens: list[int]) -> model.AttentionMetadata:
         query_tiles = None
         if self.kernels.in_triton:
-            work = kernel.make_query_tiles(query_lens, seq_lens, self.tokens_per_tile)
+            work = self.make_query_tiles(query_lens, seq_lens, sum(query_lens), len(query_lens))
             query_tiles = transfer.to_device(self.device, work)
         return model.AttentionMetadata(max(query_lens), max(seq_lens), query_lens.count(1), query_tiles)
 
@@ -180,7 +182,7 @@ class Runner:
                            sent.query_start_loc, logits_indices, sampling_places, metadata)
 
     def sample(self, logits: Tensor, rows: Tensor, positions: Tensor, needs: SamplingNeeds) -> Tensor:
-        """One token for each logit row, -1 if that is unusable. The token (0 in place of -1) becomes the last token of
+        """One token for each logit row, -1 if none can be drawn. The token (0 in place of -1) becomes the last token of
         its sequence. rows: the batch rows of the sequences; positions: their lengths, which are the positions of the
         drawn tokens."""
         for change, plan in needs.plans:
@@ -188,11 +190,23 @@ class Runner:
         tokens = sample(logits, self.rows.settings.index_select(0, rows), positions, needs, self.pick)
         usable = tokens.clamp(min=0)
         self.rows.last_tokens.index_copy_(0, rows.long(), usable.int())
-        for change, plan in needs.plans:  # the last thing that can fail: a step whose sampling failed may draw again
+        for change, plan in needs.plans:  # last, so that a step whose sampling failed can be sampled again
             change.drew(usable, plan, rows)
         return tokens
 
     # ---- for subclasses, which have more to do here
+
+    def num_query_tiles(self, num_tokens: int, num_seqs: int) -> int:
+        """The most entries of prefill's work list for a step of this size."""
+        return num_tokens // self.tokens_per_tile + num_seqs
+
+    def make_query_tiles(self, query_lens: list[int], seq_lens: list[int], num_tokens: int, num_seqs: int) -> Tensor:
+        """The work list of a step, which may be padded to this size."""
+        return kernel.make_query_tiles(query_lens, seq_lens, self.tokens_per_tile)
+
+    def attention_shapes(self) -> Iterable[tuple[model.ModelConfig, Tensor]]:
+        """A config for each size of heads, and a block of such a layer's K, or V."""
+        return [(self.config, self.pool.one_block())]
 
     def agree(self, numbers: list[float], largest: bool) -> list[float]:
         """The largest or smallest of each number over all GPUs that share the model."""

@@ -2,7 +2,8 @@
 
 A token is drawn as argmax(logits / temperature + noise). The noise is a hash of (seed, position, token id). The noise
 does not depend on a generator's state, so from the same logits a request draws the same tokens alone or in any batch,
-before and after a preemption. What changes logits before that is in logits.py.
+before and after a preemption. The order: the steps of features (penalties, biases, grammars) change the logits; the
+temperature divides them; min_p and top_k, then top_p, drop tokens (logits.py); the noise decides.
 """
 import struct
 from collections.abc import Callable, Iterable
@@ -20,7 +21,7 @@ class SamplingNeeds(NamedTuple):
     """What the sequences of a batch need for sampling."""
     greedy: bool = False  # every sequence is greedy, so nothing is drawn
     filters: bool = False  # top_k, top_p or min_p
-    is_late: bool = False  # the last plan needs the tokens of the step before
+    is_late: bool = False  # the last plan needs the previous step's tokens on the host, so sampling waits for them
     keeps_logits: bool = False  # the logits are read again after sampling
     plans: list[tuple[Any, Any]] = []  # of each LogitsStep (logits.py) that changes these logits: (step, its plan)
 
@@ -81,8 +82,9 @@ def pick(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) ->
 def gumbel(seed: Tensor, position: Tensor, size: int) -> Tensor:
     """-log(-log(u)) for a uniform number u of each (seed, position, token): seeds [R] from `mix` -> [R, size].
 
-    SplitMix64's finalizer makes 64 bits of (seed, position). A hash of these and of the token is v, a number in (0, 1),
-    and u = 1 - v. The noise is large where u is near 1. float32 would round u to 1, but keeps v: log(u) is log1p(-v).
+    SplitMix64's finalizer makes 64 bits of (seed, position). A hash of these and of the token is v, uniform in (0, 1),
+    and so is u = 1 - v. log(u) is computed as log1p(-v), because the noise is large where v is small, and float32 would
+    round 1 - v to 1.
     """
     golden, factor_1, factor_2, low_1, low_2 = HASH
     x = seed + position * golden
@@ -93,7 +95,7 @@ def gumbel(seed: Tensor, position: Tensor, size: int) -> Tensor:
     hashed = (hashed ^ hashed >> 16) * low_1 & LOW_BITS
     hashed = (hashed ^ hashed >> 15 ^ x >> 32) * low_2 & LOW_BITS
     v = ((hashed ^ hashed >> 16).float() + 0.5) * 2.0 ** -32
-    return -torch.log(-torch.log1p(-v.clamp(max=1 - 2.0 ** -24)))
+    return -torch.log(-torch.log1p(-v.clamp(max=1 - 2.0 ** -24)))  # float() may have rounded v up to 1
 
 
 def mix(x: int) -> int:

@@ -4,13 +4,13 @@ from dataclasses import dataclass, field
 
 from nanopaged import engine
 
-Place = tuple[engine.Sequence, int, int]  # (sequence, number of new tokens, tokens in the cache after this step)
+Part = tuple[engine.Sequence, int, int]  # (sequence, number of new tokens, tokens in the cache after this step)
 
 
 @dataclass(slots=True)
 class StepInput:
-    """A step as lists of integers: the new tokens of all sequences in one flat batch. T tokens, N places: the **place**
-    of a sequence is its index in the batch.
+    """A step as lists of integers: the new tokens of all sequences in one flat batch. T tokens, N **places**: a
+    place is an index in the batch. A sequence has one; with drafts it has one for each of its tokens.
 
     Sequences with one new token come first, the longest context at the front: Triton's attention has one launch for
     these and one for the others, and the longest context should not run alone at the end. With block_size 4, A (table
@@ -27,7 +27,7 @@ class StepInput:
         sampled_rows      0     2     1                     [R]      the scheduler has them in the order A B C
     """
     seqs: list[engine.Sequence]
-    num_tokens: list[int]  # [N] new ones
+    num_tokens: list[int]  # [N] new tokens of each place
     input_ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     slot_mapping: list[int] = field(default_factory=list)  # -1: K and V are in the cache already
@@ -45,23 +45,23 @@ class StepInput:
 
     @classmethod
     def of(cls, step: engine.SchedulerOutput, block_size: int,
-           arrange: Callable[[list[Place]], list[Place]] = list) -> "StepInput":
-        """arrange: puts the places with one new token into another order"""
-        places, batch = cls.places_of(step), cls([], [])
-        ones = [place for place in places if place[1] == 1]
-        ones.sort(key=lambda place: place[0].num_computed_tokens, reverse=True)
-        for place in arrange(ones):
-            batch._add(*place, block_size)
-        for place in places:
-            if place[1] > 1:
-                batch._add(*place, block_size)
+           arrange: Callable[[list[Part]], list[Part]] = list) -> "StepInput":
+        """arrange: puts the parts with one new token into another order"""
+        parts, batch = cls.parts_of(step), cls([], [])
+        ones = [part for part in parts if part[1] == 1]
+        ones.sort(key=lambda part: part[0].num_computed_tokens, reverse=True)
+        for part in arrange(ones):
+            batch._add(*part, block_size)
+        for seq, num_tokens, end in parts:
+            if num_tokens > 1:
+                batch._add(seq, num_tokens, end, block_size)
         batch._find_sampling_places(step)
         return batch
 
     @staticmethod
-    def places_of(step: engine.SchedulerOutput) -> list[Place]:
-        """The places in any order. The scheduler has counted this step's tokens as computed, so num_computed_tokens is
-        the context's length after this step."""
+    def parts_of(step: engine.SchedulerOutput) -> list[Part]:
+        """What becomes a place, in any order. The scheduler has counted this step's tokens as computed, so
+        num_computed_tokens is the context's length after this step."""
         return [(seq, num_tokens, seq.num_computed_tokens) for seq, num_tokens in zip(step.seqs, step.num_tokens)]
 
     @staticmethod
@@ -89,7 +89,7 @@ class StepInput:
 
     def _find_sampling_places(self, step: engine.SchedulerOutput) -> None:
         """A place samples the token at position p of its sequence if the cache has p tokens of it after this step."""
-        place_of = {key: place for place, key in enumerate(zip(self.seqs, self.seq_lens))}
+        place_of = {(seq, length): place for place, (seq, length) in enumerate(zip(self.seqs, self.seq_lens))}
         sampled = [place_of[key] for key in zip(step.sampled, step.positions)]
         self.sampling_places = sorted(sampled)
         row_of = {place: row for row, place in enumerate(self.sampling_places)}

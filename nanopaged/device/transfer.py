@@ -92,5 +92,6 @@ class LaunchedStep:
 
 @cache
 def step_class(*kinds: type[LaunchedStep]) -> type[LaunchedStep]:
-    """LaunchedStep itself, or a class that does what all these subclasses do."""
-    return type("LaunchedStep", kinds, {}) if len(kinds) > 1 else kinds[0] if kinds else LaunchedStep
+    """LaunchedStep itself, or a class that does what all these subclasses do: with log probabilities and a grammar
+    `class LaunchedStep(LogprobsStep, LateStep)`."""
+    return type("LaunchedStep", kinds, {}) if kinds else LaunchedStep

@@ -1,8 +1,6 @@
-"""Before the first step: the pool's size, and the scales of an fp8 cache. Both follow from steps that are tried.
-
-On a GPU the pool takes what the weights and the largest step leave of the memory.
+"""Before the first step: the pool's size. On a GPU the pool takes what the weights and the largest step leave of the
+memory, which follows from steps that are tried.
 """
-import math
 from itertools import accumulate
 
 import torch
@@ -13,13 +11,10 @@ from nanopaged.device.pool import FP8, GIB
 from nanopaged.device.runner import Runner, StepTensors
 from nanopaged.device.sampler import SamplingNeeds
 from nanopaged.device.transfer import as_current
+from nanopaged.options import feature
 from nanopaged.weights.build import memory_for
 
 DEFAULT_CPU_POOL = GIB  # bytes
-# For `choose_scales`. An fp8 cache stores numbers up to 448; below 2^-6 they lose precision.
-LARGEST_STORED = 64  # the largest K or V of the calibration text is stored as a number up to this one
-SMALLEST_SCALED = 2.0**-20  # smaller maxima count as this one: a layer of zeros has a scale, too
-CALIBRATION_TOKENS = 512
 
 
 @torch.inference_mode()
@@ -31,9 +26,9 @@ def allocate_pool(runner: Runner, num_blocks: int | None, gpu_memory_utilization
         if not num_blocks:
             num_blocks = int(runner.agree([choose_num_blocks(runner, gpu_memory_utilization)], largest=False)[0])
         pool = runner.pool.allocate(num_blocks)
-        with memory_for("the step that finds the scales of an fp8 cache does not fit beside the weights and the pool; "
-                        "lower num_blocks, or leave out kv_cache_dtype"):
-            scales = choose_scales(runner)
+        scales = [(1.0, 1.0)] * len(pool)
+        if runner.kv_dtype is FP8:
+            scales = feature("fp8_cache", "kv_cache_dtype").choose_scales(runner)
         runner.kv_cache = [(layer[0], layer[1], *pair) for layer, pair in zip(pool, scales)]
         runner.prepare()
     return num_blocks
@@ -52,10 +47,6 @@ def trial_batch(runner: Runner, query_lens: list[int], logits_indices: Tensor, m
     return runner.make_batch(sent, logits_indices, None, metadata)
 
 
-# --------------------------------------------------------------------------------------------------
-# The number of blocks
-# --------------------------------------------------------------------------------------------------
-
 def choose_num_blocks(runner: Runner, gpu_memory_utilization: float) -> int:
     """On a GPU, what gpu_memory_utilization of the card leaves beside the memory in use (weights) and the largest
     step's activations. On a CPU 1 GiB or max_num_seqs full sequences, whichever is less."""
@@ -63,8 +54,8 @@ def choose_num_blocks(runner: Runner, gpu_memory_utilization: float) -> int:
     if runner.device.type == "cpu":
         blocks_per_seq = engine.cdiv(runner.max_model_len, runner.block_size)
         return max(1, min(DEFAULT_CPU_POOL // block_bytes, runner.max_num_seqs * blocks_per_seq))
-    block = runner.pool.one_block()
-    runner.kv_cache = [(block, block, 1.0, 1.0)] * runner.config.num_layers
+    blocks = map(runner.pool.one_block, range(runner.config.num_layers))
+    runner.kv_cache = [(block, block, 1.0, 1.0) for block in blocks]
     needed = max(peak_of(runner, query_lens) for query_lens in largest_steps(runner))
     needed *= 2 if runner.lookahead else 1  # CUDA graphs have memory of their own, as much as the largest step
     torch.cuda.empty_cache()
@@ -102,39 +93,3 @@ def peak_of(runner: Runner, query_lens: list[int]) -> int:
             logits = runner.model(batch, runner.kv_cache, runner.kernels)
             runner.sample(logits, sampled + runner.max_num_seqs, sampled, needs)
     return torch.cuda.max_memory_allocated(runner.device) - before
-
-
-# --------------------------------------------------------------------------------------------------
-# The scales of an fp8 cache
-# --------------------------------------------------------------------------------------------------
-
-def choose_scales(runner: Runner) -> list[tuple[float, float]]:
-    """The scales of K and V of each layer: 1, or for an fp8 cache powers of two, from the K and V of a random text.
-
-    The text's largest number is stored as at most LARGEST_STORED. Numbers of other texts may be 7 times as large before
-    they are clipped, at 448, and 4,096 times smaller before they lose precision, below 2^-6.
-    """
-    c, device = runner.config, runner.device
-    if runner.kv_dtype is not FP8:
-        return [(1.0, 1.0)] * c.num_layers
-    length = min(CALIBRATION_TOKENS, runner.max_model_len)
-    num_blocks = engine.cdiv(length, runner.block_size)
-    cache = [torch.zeros(2, num_blocks, *runner.pool.block_shape, dtype=runner.dtype, device=device)
-             for _ in range(c.num_layers)]
-    ids = torch.randint(c.vocab_size, (length,), generator=torch.Generator().manual_seed(0)).tolist()
-    batch = trial_batch(runner, [length], torch.zeros(0, dtype=torch.int64, device=device), length, ids)
-    batch.block_tables = torch.arange(num_blocks, dtype=torch.int32, device=device)[None]
-    # The kernel makes its own work list: its tile over this cache may be another one.
-    batch.metadata = batch.metadata._replace(query_tiles=None)
-    runner.model(batch, [(k, v, 1.0, 1.0) for k, v in cache], runner.kernels)
-    scales = runner.agree([power_of_two_scale(values) for layer in cache for values in layer], largest=True)
-    return list(zip(scales[::2], scales[1::2]))
-
-
-def power_of_two_scale(values: Tensor) -> float:
-    """The smallest power of two that divides all values to at most LARGEST_STORED. With broken weights, which give
-    values that are not finite, it is 1; every request then ends with an error."""
-    largest = values.abs().max().item()
-    if not math.isfinite(largest):
-        return 1.0
-    return 2.0 ** math.ceil(math.log2(max(largest, SMALLEST_SCALED) / LARGEST_STORED))

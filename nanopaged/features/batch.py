@@ -23,16 +23,31 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
+from pathlib import Path
 from typing import IO, Any
 
-from nanopaged.cli.status import Progress, say
+from nanopaged.cli.main import check_stdin, settings_of
+from nanopaged.cli.status import counted, say
+from nanopaged.features.progress import ProgressBar, Runs
 from nanopaged.features.server.answers import ApiError, Call, batch_result
+from nanopaged.features.server.command import check_parsers, reader_of
 from nanopaged.features.server.openai import FIELDS
 from nanopaged.inputs import open_file
-from nanopaged.progress import ProgressBar, counted
 from nanopaged.sampling_params import SamplingParams
 
 PROMPTS = "prompt", "prompt_token_ids", "messages", "body"
+
+
+def prepare(args: Any) -> Callable[[Any], int]:
+    """For the command line: open the files of --prompts and --output. The result runs the lines; the exit code, 1 if
+    there are bad lines."""
+    if args.prompts == "-":
+        check_stdin()
+    check_parsers(args)
+    settings = (Path(args.model).name, args.revision, settings_of(args), args.generation_config or "auto",
+                args.chat_template, args.chat_template_kwargs, *filter(None, [args.override_generation_config]))
+    file = PromptFile(args.prompts, args.output, repr(settings))
+    return lambda llm: file.run(llm, settings_of(args, llm), reader_of(args, llm), not args.prints_steps)
 
 
 @dataclass
@@ -112,7 +127,7 @@ def _answer(line: Line) -> dict:
     return result | ({"prompt_logprobs": output.prompt_logprobs} if output.prompt_logprobs else {})
 
 
-def run_lines(lines: Iterable[Line], progress: Progress, finish: Callable[[Line], object]) -> None:
+def run_lines(lines: Iterable[Line], progress: Runs, finish: Callable[[Line], object]) -> None:
     """Compute the requests of many lines together, as many as the engine has room for. finish: gets each done line"""
     def requests() -> Iterator[tuple]:
         for line in lines:
@@ -163,7 +178,7 @@ class PromptFile:
 
     def run(self, llm: Any, params: SamplingParams, reader: Any, show_progress: bool = True) -> int:
         """Run the lines without a result; the exit code, 1 if there are bad lines."""
-        progress = self.progress = Progress(llm, ProgressBar(None, show_progress, "line"), lambda: (self.num_done, ""))
+        progress = self.progress = Runs(llm, ProgressBar(None, show_progress, "line"), lambda: (self.num_done, ""))
         run_lines(self._unfinished(params, reader), progress, self._append)
         say(progress.report(f"{counted(self.num_done, 'line')}, {self.num_bad} bad, {self.num_before} done before"))
         return int(self.num_bad > 0)

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from nanopaged import engine, kernel, model, tiles
 from nanopaged.device.runner import Runner, StepTensors
-from nanopaged.device.step_input import Place, StepInput
+from nanopaged.device.step_input import Part, StepInput
 from nanopaged.optional_triton import jit, launch_options, tl
 from nanopaged.tiles import programs_per_context, widest_window
 
@@ -204,8 +204,8 @@ class CascadeRunner(Runner):
     def read(self, step: engine.SchedulerOutput) -> StepInput:
         more = list[list[int]]()
 
-        def arrange(ones: list[Place]) -> list[Place]:
-            places: dict[engine.Sequence, list[Place]] = {}  # a sequence with drafts has several
+        def arrange(ones: list[Part]) -> list[Part]:
+            places: dict[engine.Sequence, list[Part]] = {}  # a sequence with drafts has several
             for place in ones:
                 places.setdefault(place[0], []).append(place)
             order, entries, num_common, _ = self.cascade.find([(seq, len(places[seq])) for seq in places])

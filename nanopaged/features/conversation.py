@@ -7,7 +7,10 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
+from nanopaged.cli.main import check_stdin, prepare_prompts, renderer, settings_of, stream
 from nanopaged.cli.status import say
 
 try:
@@ -24,6 +27,25 @@ HELP = '''\
 /?       prints this list
 Ctrl-C stops an answer; the arrow keys bring earlier messages back'''
 QUOTES = '"""'
+
+
+def prepare(args: Any) -> Callable[[Any], int]:
+    """For the command line, with --chat: a conversation, if stdin is a terminal; else one message, all of stdin or each
+    --prompt."""
+    system = [] if args.system is None else [{"role": "system", "content": args.system}]
+    if args.prompt is None:
+        check_stdin()
+        if sys.stdin.isatty():
+            if args.beam_width is not None or args.n not in (None, 1):
+                raise ValueError("a conversation has one answer at a time; leave out --n and --beam-width, or give "
+                                 "--prompt")
+            return lambda llm: converse(system, renderer(args, llm), partial(stream, llm, settings_of(args, llm)),
+                                        llm.max_model_len)
+        args.prompt = [sys.stdin.read().rstrip("\n")]
+        if not args.prompt[0]:
+            raise ValueError("the message on stdin is empty: write one to it, or give --prompt TEXT")
+    answer = prepare_prompts(args)
+    return lambda llm: answer(llm, lambda text: renderer(args, llm)([*system, {"role": "user", "content": text}]))
 
 
 def converse(system: list[dict], render: Callable[[list[dict]], dict], answer: Callable[[dict, list[str]], object],

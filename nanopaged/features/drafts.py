@@ -35,7 +35,7 @@ from itertools import islice
 from typing import Any, Protocol
 
 from nanopaged import engine
-from nanopaged.device.step_input import Place, StepInput
+from nanopaged.device.step_input import Part, StepInput
 from nanopaged.inputs import check_kind, check_number
 from nanopaged.outputs import RequestMetrics
 from nanopaged.sampling_params import SamplingParams
@@ -199,8 +199,8 @@ class DraftingScheduler(engine.Scheduler):
         drafts = drafts[:min(step.budget, seq.max_len - end - 1)] if follow else []
         if drafts and seq.sampling.params.structured_outputs:
             drafts = drafts[:seq.grammar.num_fitting(drafts)]
-        # Not a sliding window's `allocate`: it would free blocks that the last token of this step attends to.
-        while drafts and not engine.BlockManager.allocate(self.block_manager, seq, end + len(drafts)):
+        # A sliding window's `allocate` would free blocks that the last token of this step attends to.
+        while drafts and not self.block_manager.extend(seq, end + len(drafts)):
             drafts.pop()
         seq.drafts, num_drafts = drafts, len(drafts)  # none: those of a step that was undone are gone
         if drafts:
@@ -219,9 +219,9 @@ class DraftInput(StepInput):
     """A step with drafts: a sequence's last token and its drafts have a place each."""
 
     @staticmethod
-    def places_of(step: engine.SchedulerOutput) -> list[Place]:
-        places = list[Place]()
-        for seq, num_tokens, end in StepInput.places_of(step):
+    def parts_of(step: engine.SchedulerOutput) -> list[Part]:
+        places = list[Part]()
+        for seq, num_tokens, end in StepInput.parts_of(step):
             if drafts_of(seq):
                 places += [(seq, 1, seq_len) for seq_len in range(end - num_tokens + 1, end + 1)]
             else:

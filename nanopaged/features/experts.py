@@ -88,12 +88,22 @@ def mixture(hf: dict[str, Any], count: str, size: str, normalized: bool, dense_l
             shared_size: int = 0) -> dict[str, Any]:
     """ModelConfig.experts: how many there are, of how many a token takes the results (top_k), the intermediate size of
     each, whether a token's scores are made to add up to 1, the layers whose MLP is dense, and the intermediate size of
-    an expert that every token has (0: none). count, size: keys of config.json"""
+    an expert that every token has (0: none). count, size: keys of config.json; transformers 5 writes either count"""
+    count = next((key for key in (count, "num_experts", "num_local_experts") if hf.get(key) is not None), count)
     for key, most in ((count, 4096), (size, families.MOST["intermediate_size"]), ("num_experts_per_tok", hf[count])):
         check_number(f"config.json: {key}", hf[key], *between(int, 1, most))
     return dict(count=hf[count], top_k=hf["num_experts_per_tok"], size=hf[size], normalized=bool(normalized),
                 dense_layers=dense_layers,
                 shared_size=shared_size and families.check_size("intermediate_size", shared_size))
+
+
+def merged_experts(config: model.ModelConfig) -> dict[str, dict[str, int]]:
+    """ModelConfig.merged for the two tensors of transformers 5 that have the matrices of all experts of a layer."""
+    mlp, size = config.names.get("mlp", "mlp"), config.experts["size"]
+    gate, up, down = (f"{mlp}.experts.{{}}.{config.names.get(name, name)}"
+                      for name in ("gate_proj", "up_proj", "down_proj"))
+    return {f"{place}.experts.{name}": rows for place in ("mlp", mlp) for name, rows in (
+        ("gate_up_proj", {gate: size, up: size}), ("down_proj", {down: config.hidden_size}))}
 
 
 def mixtral(hf: dict[str, Any]) -> model.ModelConfig:
@@ -102,24 +112,30 @@ def mixtral(hf: dict[str, Any]) -> model.ModelConfig:
     config.names = families.NAMES | {"mlp": "block_sparse_moe", "router": "gate", "gate_proj": "w1", "up_proj": "w3",
                             "down_proj": "w2"}
     config.experts = mixture(hf, "num_local_experts", "intermediate_size", True)
+    config.merged = merged_experts(config) | {"mlp.gate": {"block_sparse_moe.gate": config.experts["count"]}}
     return config
 
 
 def qwen3_moe(hf: dict[str, Any]) -> model.ModelConfig:
+    hf = {"num_key_value_heads": 4, "sliding_window": 4096} | hf
     step, dense = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
     layers = range(families.check_size("num_layers", hf["num_hidden_layers"]))
     experts = mixture(hf, "num_experts", "moe_intermediate_size", hf.get("norm_topk_prob", False),
                       [i for i in layers if i in dense or (i + 1) % step])
-    windows = families.optional_windows({"sliding_window": 4096} | hf)
-    return families.llama(hf, qk_norm=True, mlp_bias=False, sliding_windows=windows,
-                          names=families.NAMES | {"router": "gate"}, experts=experts)
+    windows = families.optional_windows(hf)
+    config = families.llama(hf, qk_norm=True, mlp_bias=False, sliding_windows=windows,
+                            names=families.NAMES | {"router": "gate"}, experts=experts)
+    config.merged = merged_experts(config)
+    return config
 
 
 def olmoe(hf: dict[str, Any]) -> model.ModelConfig:
     families.require("OLMoE", hf, dict(clip_qkv=None))
     experts = mixture(hf, "num_experts", "intermediate_size", hf.get("norm_topk_prob", False))
-    return families.llama({"rms_norm_eps": 1e-5} | hf, all_heads_norm=True, mlp_bias=False,
-                          names=families.NAMES | {"router": "gate"}, experts=experts)
+    config = families.llama({"rms_norm_eps": 1e-5} | hf, all_heads_norm=True, mlp_bias=False,
+                            names=families.NAMES | {"router": "gate"}, experts=experts)
+    config.merged = merged_experts(config)
+    return config
 
 
 def granite_moe(hf: dict[str, Any]) -> model.ModelConfig:
@@ -128,9 +144,11 @@ def granite_moe(hf: dict[str, Any]) -> model.ModelConfig:
     config, size, shared_size = families.granite(hf), hf["intermediate_size"], hf.get("shared_intermediate_size", 0)
     config.names = families.NAMES | {"mlp": "block_sparse_moe", "router": "router.layer"}
     config.experts = mixture(hf, "num_local_experts", "intermediate_size", True, shared_size=shared_size)
-    shared = "block_sparse_moe.shared."
-    config.merged = {
+    shared, router = "block_sparse_moe.shared.", "block_sparse_moe.router"
+    config.merged = merged_experts(config) | {
         "shared_mlp.input_linear": {f"{shared}gate_proj": shared_size, f"{shared}up_proj": shared_size},
         "shared_mlp.output_linear": {f"{shared}down_proj": config.hidden_size},
-        "input_linear": dict(gate_proj=size, up_proj=size), "output_linear": dict(down_proj=config.hidden_size)}
+        "input_linear": {"experts.{}.gate_proj": size, "experts.{}.up_proj": size},
+        "output_linear": {"experts.{}.down_proj": config.hidden_size},
+        router: {f"{router}.layer": config.experts["count"]}}
     return config

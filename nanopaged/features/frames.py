@@ -51,7 +51,8 @@ class Frame:
     sampled: list = events()
     ended: list = events()  # [name, finish reason or None (a beam), stop reason, freed blocks, blocks that others hold]
     undone: list = events()  # names
-    # New: name -> [pool, block table, host blocks], -1 in a table: out of the window; None: it has none any more
+    # New: name -> [pool, block table, host blocks, block tables of other groups of layers (kinds) ..], -1 in a table:
+    # out of the window; None: it has none any more
     tables: dict = field(default_factory=dict)
 
 
@@ -71,7 +72,8 @@ class Traced(engine.Scheduler):
         super().run(seq)
 
     def release(self, seq: engine.Sequence) -> None:
-        blocks, counts = _real(reversed(seq.block_table)), self.block_manager.ref_counts
+        blocks = [block for table in _tables(seq) for block in _real(reversed(table))]
+        counts = self.block_manager.ref_counts
         super().release(seq)
         held = [block for block in blocks if counts[block]]
         self.frames.released.append((seq, [block for block in blocks if not counts[block]], held))
@@ -110,7 +112,7 @@ class Frames:
         self.numbers: dict[engine.SchedulerOutput, int] = {}  # of the launched steps that are not read
         self.most_computed = Counter[str]()  # name -> the most tokens computed for it
         self.next = [Frame("step", pool) for pool in range(len(self.schedulers))]  # of each pool's next step
-        self.before: dict[engine.Sequence, list[int]] = {}  # its block table before the step, or when it was admitted
+        self.before: dict[engine.Sequence, list[list[int]]] = {}  # its tables before the step, or when it was admitted
         self.released: list[tuple] = []  # (sequence, freed blocks, blocks that others hold)
         self.tables: dict[str, list] = {}  # all of them, as in Frame
         self.cached: list[set[int]] = [set() for _ in self.schedulers]  # blocks of each pool
@@ -127,7 +129,8 @@ class Frames:
         manager = self.schedulers[0].block_manager
         return dict(version=VERSION, pools=len(self.schedulers), blocks=manager.num_blocks,
                     block_size=manager.block_size, host_blocks=vars(manager).get("num_host_blocks", 0),
-                    window=vars(manager).get("window", 0))
+                    window=vars(manager).get("window", 0),
+                    groups=[0, *(kind.window for kind in vars(manager).get("kinds", {}).values())])
 
     def tell(self, frame: Frame) -> None:
         """Show the frame, with what has changed since the last one."""
@@ -136,7 +139,8 @@ class Frames:
         for pool, scheduler in enumerate(self.schedulers):
             for seq in scheduler.running + scheduler.waiting:
                 if seq.block_table or seq in self.hosts:
-                    self.tables[self._name(seq)] = [pool, list(seq.block_table), list(self.hosts.get(seq, ()))]
+                    table, *more = map(list, _tables(seq))
+                    self.tables[self._name(seq)] = [pool, table, list(self.hosts.get(seq, ())), *more]
         frame.tables = {name: self.tables.get(name) for name in before | self.tables
                         if before.get(name) != self.tables.get(name)}
         known, now = self.cached[frame.pool], set(self.schedulers[frame.pool].block_manager.key_of_block)
@@ -152,7 +156,7 @@ class Frames:
                 self.letters[seq.order.arrival] = letters(len(self.letters))
                 names = list(map(self._name, self.llm.requests[seq.request_id].sequences))
                 self.arrived.append([names, seq.order.priority, seq.num_prompt_tokens, (*seq.token_ids,), seq.max_len])
-        self.before = {seq: list(seq.block_table) for seq in scheduler.running}
+        self.before = {seq: [*map(list, _tables(seq))] for seq in scheduler.running}
         frame = self.next[scheduler.pool]
         frame.forked, frame.found = frame.found, []
         frame.preempted += [[self._name(seq), held + free, []] for seq, free, held in self.released]  # they gave way
@@ -160,12 +164,13 @@ class Frames:
 
     def admit(self, scheduler: Traced, seq: engine.Sequence) -> None:
         """A sequence begins to run with the blocks that it can share: in a step, or as a fork between two steps."""
-        manager, blocks = scheduler.block_manager, _real(seq.block_table)
-        self.before[seq] = list(seq.block_table)
+        manager, blocks = scheduler.block_manager, _real(itertools.chain(*_tables(seq)))
+        self.before[seq] = [*map(list, _tables(seq))]
         shared = [block for block in blocks if manager.ref_counts[block] > 1]
         free = [block for block in blocks if block not in shared and block in manager.key_of_block]  # not swapped in
         if shared or free:
-            others = [self._name(other) for other in scheduler.running if not {*shared}.isdisjoint(other.block_table)]
+            others = [self._name(other) for other in scheduler.running
+                      if not {*shared}.isdisjoint(itertools.chain(*_tables(other)))]
             num_tokens = min(seq.num_found_tokens, len(shared + free) * manager.block_size)
             self.next[scheduler.pool].found.append([self._name(seq), num_tokens, shared, others, free])
 
@@ -177,19 +182,20 @@ class Frames:
         frame.budget, frame.registered = scheduler.max_num_batched_tokens, step.cached
         num_tokens, holders = dict(zip(step.seqs, step.num_tokens)), dict[int, list[str]]()
         for seq in scheduler.running:
-            name, table, old = self._name(seq), seq.block_table, self.before[seq]
+            name, tables, before = self._name(seq), _tables(seq), self.before[seq]
             frame.work.append(self._work(seq, num_tokens.get(seq, 0), step))
-            if moved := [move for move in vars(step).get("swaps_in", ()) if move[1] in table]:
+            if moved := [move for move in vars(step).get("swaps_in", ()) if move[1] in seq.block_table]:
                 frame.swapped_in.append([name, *map(list, zip(*moved))])
-            if gone := [block for block, now in zip(old, table) if now == NULL != block]:
+            if gone := [block for old, table in zip(before, tables) for block, now in zip(old, table)
+                        if now == NULL != block]:
                 frame.slid_out.append([name, gone])
-            if new := table[len(old):]:
+            if new := [block for old, table in zip(before, tables) for block in table[len(old):]]:
                 frame.taken.append([name, new])
             if drafts := _drafts(seq):
                 frame.drafted.append([name, drafts])
             if _is_beam(seq) and seq in step.sampled and (generated := (*seq.token_ids[seq.num_prompt_tokens:],)):
                 frame.beams.append([name, generated[-1:], generated])
-            for block in table:
+            for block in itertools.chain(*tables):
                 holders.setdefault(block, []).append(name)
         for seq in sorted(scheduler.waiting + self.queue, key=engine.by_order):
             why = "waits behind it" if frame.waits else self._why_not(seq, scheduler, step)
@@ -197,7 +203,7 @@ class Frames:
         for seq in step.preempted:
             there = _real(self.hosts.get(seq, ()))
             moved = [block for block, host in vars(step).get("swaps_out", ()) if host in there]
-            frame.preempted.append([self._name(seq), moved or _real(self.before[seq]), there])
+            frame.preempted.append([self._name(seq), moved or _real(itertools.chain(*self.before[seq])), there])
         frame.copied = [[block, copy, holders.get(copy, []), holders.get(block, [])] for block, copy in step.copies]
         self.tell(frame)
 
@@ -263,6 +269,11 @@ class Frames:
 def letters(number: int) -> str:
     """A .. Z, AA, AB .."""
     return (letters(number // 26 - 1) if number >= 26 else "") + chr(ord("A") + number % 26)
+
+
+def _tables(seq: engine.Sequence) -> list[list[int]]:
+    """Its block table, and those of other groups of layers (kinds)."""
+    return [seq.block_table, *(part.block_table for part in vars(seq).get("parts", {}).values())]
 
 
 def _real(table: Iterable[int]) -> list[int]:

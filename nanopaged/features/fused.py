@@ -297,6 +297,8 @@ def activate_tile(gate, up, GATED: tl.constexpr, ACTIVATION: tl.constexpr):
         y = x * tl.sigmoid(1.702 * x)
     elif ACTIVATION == "relu":
         y = tl.maximum(x, 0.0)
+    elif ACTIVATION == "relu2":
+        y = tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
     elif ACTIVATION == "gelu":
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif ACTIVATION == "silu" or ACTIVATION == "swish":

@@ -17,7 +17,7 @@ from typing import Any, Callable, NamedTuple
 import torch
 from torch import Tensor
 
-from nanopaged import kernel, model
+from nanopaged import model
 from nanopaged.device.runner import Runner, StepTensors
 from nanopaged.device.sampler import SamplingNeeds
 from nanopaged.device.step_input import StepInput
@@ -96,7 +96,7 @@ class GraphRunner(Runner):
         most_seqs = min(self.max_num_samples, most_tokens, MAX_DECODE_SIZE)
         decodes = [Shape(size, size, 0) for size in {most_seqs} | {size for size in DECODE_SIZES if size < most_seqs}]
         # A step with room for few sequences computes logits, and samples, for few rows.
-        mixed = [Shape(size, seqs, size // self.tokens_per_tile + seqs)
+        mixed = [Shape(size, seqs, self.num_query_tiles(size, seqs))
                  for size in {most_tokens} | {size for size in TOKEN_SIZES if size < most_tokens}
                  for seqs in {min(size, most_seqs, count) for count in (FEW_SEQS, most_seqs)}]
         return sorted(decodes + mixed, reverse=True)
@@ -183,7 +183,7 @@ class GraphRunner(Runner):
         num_seqs, sampling_places = len(batch.seqs), batch.sampling_places
         tiles = []
         if shape.num_tiles:
-            tiles = kernel.make_query_tiles(batch.num_tokens, batch.seq_lens, self.tokens_per_tile).flatten().tolist()
+            tiles = self.make_query_tiles(batch.num_tokens, batch.seq_lens, *shape[:2]).flatten().tolist()
         # In the order of `Shape.layout`. Padding has slot -1, sequences without tokens, and a batch row of its own.
         fillers = [0, 0, -1, len(batch.input_ids), 0, self.max_num_seqs, *[0] * len(batch.more), -1]
         message = integers([part + [filler] * (length - len(part))

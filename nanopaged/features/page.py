@@ -2,12 +2,36 @@
 frames (frames.py) up to a state, and draws it. `--trace FILE.json` writes the frames as data.
 """
 import json
+import shlex
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ContextManager
 
+from nanopaged.cli.status import say
 from nanopaged.features.frames import Frame, Frames
+from nanopaged.inputs import open_file
 
 UNTOLD = vars(Frame("", 0))  # what a field says of a frame in which it is left out
+
+
+def prepare(args: Any) -> Callable[[Any], ContextManager]:
+    """For the command line, with --trace FILE: see that it can be written. The result notes what an LLM does meanwhile,
+    and writes the file at the end."""
+    file = args.trace
+    if not file.lower().endswith((".html", ".json")):
+        raise ValueError(f"--trace takes FILE.html or FILE.json, or no file to print the steps on stderr, not {file!r}")
+    open_file("--trace", file, "ab").close()
+
+    @contextmanager
+    def noted(llm: Any) -> Iterator[None]:
+        page = Page(llm)
+        try:
+            yield
+        finally:
+            say(page.save(file, "python engine.py " + shlex.join(args.words)))
+
+    return noted
 
 
 class Page:

@@ -15,10 +15,10 @@ from itertools import islice
 from typing import Any
 
 from nanopaged.cli.main import sampling_params
-from nanopaged.cli.status import Progress
 from nanopaged.features.batch import error_of, read_line, result_of, run_lines
+from nanopaged.features.progress import Runs
+from nanopaged.features.ray_words import read_words
 from nanopaged.features.server.openai import make_reader
-from nanopaged.options import read_words
 
 try:
     import pyarrow.fs
@@ -44,7 +44,7 @@ class Generate:
         labels = [{"line": int(number)} for number in rows["line"]] if "line" in rows else [{} for _ in rows["text"]]
         lines = [read_line(text if isinstance(text, bytes) else text.encode(), True, self.params, self.reader, label)
                  for text, label in zip(rows["text"], labels)]
-        run_lines(lines, Progress(self.llm), lambda line: None)
+        run_lines(lines, Runs(self.llm), lambda line: None)
         results = [result_of(line) for line in lines]
         return rows | {"result": [json.dumps(result, default=asdict) for result in results],
                        "error": [error_of(result) for result in results]}

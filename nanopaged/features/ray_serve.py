@@ -10,7 +10,8 @@ import asyncio
 import os
 from typing import Any
 
-from nanopaged.options import feature, read_words
+from nanopaged.features.ray_words import read_words
+from nanopaged.options import feature
 
 try:
     from ray import serve
@@ -18,6 +19,8 @@ try:
 except ImportError as error:
     raise ValueError(f'many machines need Ray ({error}); pip install "ray[data,serve]"') from None
 
+# By x-session-id. Ray's PrefixCacheAffinityRouter would look at the prompt, but it reads the request objects of Ray's
+# own server, whose package needs vLLM or SGLang. A replica here gets HTTP as it comes.
 STICKY = RequestRouterConfig(request_router_class="ray.serve.experimental.consistent_hash_router:ConsistentHashRouter")
 NUMBERS = {"num_gpus": 0, "num_cpus": 1, "min_replicas": 1, "max_replicas": 2}
 TEXTS = "name", "api_key", "allowed_hosts", "chat_template", "tool_call_parser", "reasoning_parser"

@@ -36,7 +36,7 @@ def fork(scheduler: Any, parent: engine.Sequence, child: engine.Sequence, hit: e
     if (parent.status is not engine.Status.RUNNING or len(scheduler.running) >= scheduler.max_num_seqs
             or scheduler.waiting and scheduler.waiting[0].order < child.order):
         return False
-    scheduler.block_manager.start(child, hit)
+    scheduler.block_manager.fork(parent, child, hit)
     scheduler.run(child)
     return True
 

@@ -17,22 +17,28 @@ import re
 import sys
 import unicodedata
 from collections.abc import Callable
-from typing import Any
+from contextlib import closing
+from typing import Any, ContextManager
 
+from nanopaged.cli.status import counted
 from nanopaged.features.frames import NULL, Frame, Frames
-from nanopaged.progress import counted
 
 LABEL, WIDTH = 14, 100  # columns of a line's label, and of a line
 MOST = 10  # lines of a kind in one step
+DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"  # of groups of layers
 ROW = 70  # blocks in a line of a large pool
 LEGEND = """
   A           prompt 0..8 of 9 -> 9: tokens 0 to 8 are computed, then token 9 is sampled
   [4 5* 6c -] block table: own block, shared block, a copy made in this step, out of the window
   pool        A: held by A (Z: by Z or AZ ..), a: by several of A0 A1 .., *: by several requests
               .: free but still cached, for whoever comes with the same tokens, _: free and empty"""
+GROUP_LEGEND = """
+  [0 1] [- 2] the block tables of all groups, those with a sliding window behind those without
+  group       0: the block serves group 0, whose layers keep all, 1: it serves group 1, .."""
 # What is printed of events (of Frame): {2} is item 2. A part in [] is left out if its last item is empty; then what
 # stands behind its | is printed.
-TITLE = "[on each of {0} GPUs, ]a pool of {1} of {2}[, {3} more on the host][, attention sees {4} tokens]"
+TITLE = ("[on each of {0} GPUs, ]a pool of {1} of {2}[, {3} more on the host][, attention sees {4} tokens]"
+         "[, {5} have blocks of their own]")
 ARRIVED = "{0}[, priority {1}], {2} prompt tokens: {3}"
 WORK = {"again": "token {2} again, for its logits", "decode": "decode {2}[ and {5} drafts]",
         "prompt": "prompt {2}..{7} of {6}", "recompute": "recompute {2}..{7}", "forced": "forced {2}..{7}"}
@@ -57,6 +63,11 @@ COLORS = {"found": GREEN, "registered": GREEN, "swapped in": GREEN, "copied": YE
           "undone": RED, "sampled": CYAN}  # label -> its colour
 
 
+def prepare(args: Any) -> Callable[[Any], ContextManager]:
+    """For the command line, with --trace: the result prints what an LLM does meanwhile."""
+    return lambda llm: closing(Trace(llm))
+
+
 class Trace:
     """Prints every step of an LLM until close().
 
@@ -70,17 +81,21 @@ class Trace:
         self.run = run = self.frames.header()
         self.several = run["pools"] > 1
         self.holders: dict[tuple[int, int], list[str]] = {}  # (pool, block) -> sequences
-        title = self._text(TITLE, [self.several and run["pools"], counted(run["blocks"], "block"),
-                                   counted(run["block_size"], "token"), run["host_blocks"], run["window"]])
-        for line in (title + LEGEND).splitlines():
+        self.groups: dict[tuple[int, int], int] = {}  # (pool, block) -> the group of layers that it serves
+        groups = len(run["groups"]) > 1 and counted(len(run["groups"]), "group") + " of layers"
+        title = self._text(TITLE, [self.several and run["pools"], counted(run["blocks"], "block"), counted(
+            run["block_size"], "token"), run["host_blocks"], run["window"], groups])
+        for line in (title + LEGEND + GROUP_LEGEND * bool(groups)).splitlines():
             self.write(line)
 
     def show(self, frame: Frame) -> None:
         """Print what happened. A step begins with a blank line, and what follows belongs to it."""
         self.holders = {}
-        for name, (pool, table, _) in self.frames.tables.items():
-            for block in table:
-                self.holders.setdefault((pool, block), []).append(name)
+        for name, (pool, table, _, *more) in self.frames.tables.items():
+            for group, blocks in enumerate([table, *more]):
+                for block in blocks:
+                    self.holders.setdefault((pool, block), []).append(name)
+                    self.groups[pool, block] = group
         if frame.kind == "step":
             self.write("")
         self._lines([("arrived", self._text(ARRIVED, event)) for event in frame.arrived])
@@ -122,13 +137,22 @@ class Trace:
                   f"cached, {cells.count('_')} empty")
         is_small = len(cells) <= 30
         self._lines([("pool" + f" {pool}" * self.several, f"{_tens(cells)}  {counts}" if is_small else counts)])
-        rows = [(f"{start:>10}", _tens(cells[start:start + ROW])) for start in range(0, len(cells), ROW)]
-        self._lines([row for row in rows if row[1].strip("._ ") and not is_small], 4)
+        starts = [] if is_small else [start for start in range(0, len(cells), ROW)
+                                      if cells[start:start + ROW].strip("._")]
+        self._lines([(f"{start:>10}", _tens(cells[start:start + ROW])) for start in starts], 4)
+        if len(self.run["groups"]) > 1:
+            serves = "".join(DIGITS[self.groups[pool, block] % len(DIGITS)] if cell not in "._" else "_"
+                             for block, cell in enumerate(cells))
+            rows = [serves] if is_small else [serves[start:start + ROW] for start in starts]
+            self._lines([("group", _tens(row)) for row in rows], 4)
 
     def _table(self, name: str, frame: Frame, columns: int) -> str:
-        """The block table in at most `columns` columns."""
-        pool, table, _ = self.frames.tables[name]
-        copies = [copy for _, copy, *_ in frame.copied]
+        """The block tables in at most `columns` columns."""
+        pool, table, _, *more = self.frames.tables[name]
+        copies, tables = [copy for _, copy, *_ in frame.copied], [table, *more]
+        return " ".join(self._marks(pool, table, copies, (columns + 1) // len(tables) - 1) for table in tables)
+
+    def _marks(self, pool: int, table: list[int], copies: list[int], columns: int) -> str:
         marks = ["-" if block == NULL else f"{block}" + "c" * (block in copies)
                  + "*" * (len(self.holders[pool, block]) > 1) for block in table]
         while len(marks) > 3 and len(" ".join(marks)) > columns - 2:  # leave out some in the middle: new ones come last

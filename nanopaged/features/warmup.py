@@ -30,8 +30,9 @@ def start(runner: Any) -> None:
 def feature_forms(r: Any) -> Iterator[Callable[[], Any]]:
     """The kernels of the features that the runner has."""
     is_fused = r.modules.norm is not model.PLAIN.norm
-    for name, is_there in dict(cascade=getattr(r, "cascade", None), fused=is_fused, fp8=r.fp8, pick=r.pick is not pick,
-                               fused_experts=is_fused and r.config.experts).items():
+    for name, is_there in {"cascade": getattr(r, "cascade", None), "fused": is_fused, "fp8": r.fp8,
+                           "pick": r.pick is not pick, "fused_experts": is_fused and r.config.experts,
+                           "kinds.slots": r.config.groups}.items():
         if is_there:
             yield from feature(name, "the model").kernel_forms(r)
 
@@ -51,7 +52,13 @@ def start_tasks(tasks: Iterable[Callable[[], Any]], device: torch.device) -> lis
 
 def attention_forms(r: Any) -> Iterator[Callable[[], Any]]:
     """Chapter 1's kernels."""
-    c, dtype, device, cache = r.config, r.dtype, r.device, r.pool.one_block()
+    for config, cache in r.attention_shapes():
+        yield from forms_of(r, config, cache)
+
+
+def forms_of(r: Any, c: model.ModelConfig, cache: Tensor) -> Iterator[Callable[[], Any]]:
+    """Of layers with these heads."""
+    dtype, device = r.dtype, r.device
     group, most = c.num_heads // c.num_kv_heads, min(r.max_num_samples, MAX_DECODE_SIZE)
     make = partial(torch.zeros, device=device)
     norm = make(c.head_dim, dtype=torch.float32 if c.float32_norms else dtype) if c.qk_norm else None
@@ -67,19 +74,21 @@ def attention_forms(r: Any) -> Iterator[Callable[[], Any]]:
                                          device)
             sizes[sharing == 1, sharing == tiles.split_bound(longest), *config.values()] = count, longest
     windows, query_tiles = set(c.sliding_windows or [0]), torch.full((1, 2), -1, dtype=torch.int32, device=device)
-    prefills = [partial(attend_padding(r, 1, window), max_query_len=2, max_seq_len=2, num_decodes=0,
+    prefills = [partial(attend_padding(r, 1, window, c, cache), max_query_len=2, max_seq_len=2, num_decodes=0,
                         query_tiles=query_tiles) for window in windows]
     # features/hopper.py has a kernel of one form for all windows, which the first of these compiles.
     yield from prefills if r.kernels.tokens_per_tile is tiles.tokens_per_tile else [partial(one_by_one, prefills)]
     for window in windows:
         for count, longest in sizes.values():
-            yield partial(attend_padding(r, count, window), max_query_len=1, max_seq_len=longest)
+            yield partial(attend_padding(r, count, window, c, cache), max_query_len=1, max_seq_len=longest)
 
 
-def attend_padding(r: Any, count: int, window: int = 0) -> Callable[..., Tensor]:
+def attend_padding(r: Any, count: int, window: int = 0, config: model.ModelConfig | None = None,
+                   cache: Tensor | None = None) -> Callable[..., Tensor]:
     """Attention of `count` sequences without tokens."""
-    c, make = r.config, partial(torch.zeros, dtype=torch.int32, device=r.device)
-    q, cache = make(max(2, count), c.num_heads, c.head_dim, dtype=r.dtype), r.pool.one_block()
+    c, cache = (r.config, r.pool.one_block()) if config is None else (config, cache)
+    make = partial(torch.zeros, dtype=torch.int32, device=r.device)
+    q = make(max(2, count), c.num_heads, c.head_dim, dtype=r.dtype)
     sinks = make(c.num_heads, dtype=r.dtype) if c.sinks else None
     return partial(r.kernels.attention, q[:max(2, count)], cache, cache, r.rows.block_tables[:1].expand(count, -1),
                    make(count), make(count + 1), c.head_dim ** -0.5, sliding_window=window, sinks=sinks)

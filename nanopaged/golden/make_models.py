@@ -7,7 +7,8 @@ are the weights, and `expected.safetensors`, which holds for prompts i = 0, 1, 2
 float32 logits `logits.i` [length, vocab] of every prompt position, and the greedy `continuation.i` [24] (it does not
 stop at EOS). The weights are random but loud: attention, positions, norms and biases all move the logits, so that an
 engine that gets one of them wrong gives other tokens. A seed is kept only if the best logit leads the second by a clear
-gap at every step, so that rounding cannot change the tokens.
+gap at every step, so that rounding cannot change the tokens. Multimodal checkpoints have a small vision tower, which no
+text reaches. Those whose names end in -stacked have the tensors of transformers 5 (save_original_format=False).
 
 This is the one file of the project that needs `transformers` and `safetensors`; nothing else imports it. Two tests
 compare with these packages where they are installed.
@@ -25,7 +26,7 @@ from pathlib import Path
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Mxfp4Config
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig, Mxfp4Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -38,6 +39,8 @@ MIN_DISTINCT = 5        # tokens in the later half of a continuation; fewer mean
 VISIBLE = 2e-3          # a config key counts as tested if changing it moves some logit by this much
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 4.0, "beta_slow": 1.0}
+BETA = YARN | {"factor": 16.0, "llama_4_scaling_beta": 1.5, "mscale": 1.0, "mscale_all_dim": 1.0,
+               "original_max_position_embeddings": 8, "rope_theta": 1000.0}
 SLIDING, FULL = ["sliding_attention"], ["full_attention"]
 # Edits of a config.json that must change the logits: an engine that ignored the edited key would be caught.
 EDITS = {
@@ -50,10 +53,12 @@ EDITS = {
     "mistral": [{"sliding_window": None}, {"sliding_window": 9}],
     "qwen2": [{"rope_theta": 10000.0}],
     "qwen2-window": [{"layer_types": FULL * 3}, {"layer_types": SLIDING * 3}, {"sliding_window": 9}],
+    "qwen2-groups": [{"layer_types": FULL * 6}, {"layer_types": SLIDING * 6}, {"sliding_window": 12}],
     "qwen3": [{"rope_theta": 10000.0}],
     "granite": [{"attention_multiplier": 0.5}, {"embedding_multiplier": 1.0}, {"logits_scaling": 1.0},
                 {"residual_multiplier": 1.0}, {"rms_norm_eps": 1e-6}],
     "smollm3": [{"no_rope_layers": [1, 1, 1]}, {"no_rope_layers": [0, 0, 1]}],
+    "smollm3-window": [{"no_rope_layers": [1, 1, 1, 1]}, {"layer_types": FULL * 4}, {"sliding_window": 11}],
     "ministral": [{"layer_types": SLIDING * 3}, {"rope_parameters": {"rope_theta": 1000.0}},
                   {"rope_parameters": YARN | {"rope_theta": 1000.0, "attention_factor": 1.0}},
                   {"rope_parameters": YARN | {"rope_theta": 1000.0, "factor": 2.0}}],
@@ -64,6 +69,7 @@ EDITS = {
     "olmo3": [{"rope_scaling": None}, {"layer_types": FULL * 3}, {"sliding_window": 9}],
     "gemma3": [{"query_pre_attn_scalar": 16}, {"rope_local_base_freq": 1000.0}, {"rope_scaling": None},
                {"sliding_window": 9}, {"sliding_window_pattern": 2}, {"hidden_activation": "silu"}],
+    "gemma3-groups": [{"sliding_window": 14}, {"sliding_window_pattern": 2}],
     "mixtral": [{"num_experts_per_tok": 2}, {"rope_theta": 1e6}, {"sliding_window": 9}],
     "qwen3-moe": [{"norm_topk_prob": False}, {"num_experts_per_tok": 2}, {"rope_theta": 10000.0}],
     "olmoe": [{"norm_topk_prob": True}, {"num_experts_per_tok": 2}, {"rope_theta": 10000.0}],
@@ -72,6 +78,19 @@ EDITS = {
     **dict.fromkeys(("gpt-oss", "gpt-oss-mxfp4"), [
         {"num_experts_per_tok": 2}, {"sliding_window": 9}, {"layer_types": FULL * 3}, {"swiglu_limit": 6.0},
         {"swiglu_alpha": 1.0}, {"rope_scaling": None}, {"rope_scaling": YARN}, {"rms_norm_eps": 1e-2}]),
+    "qwen3-vl": [{"text_config": {"rope_theta": 10000.0}}],
+    "qwen3-vl-moe": [{"text_config": {"rope_theta": 10000.0}}, {"text_config": {"num_experts_per_tok": 1}}],
+    "qwen2.5-vl": [{"rope_theta": 10000.0}],
+    "ministral3": [{"rope_parameters": BETA | change} for change in (
+        {"llama_4_scaling_beta": 0.0}, {"llama_4_scaling_beta": 1.0}, {"rope_theta": 100.0}, {"mscale": 2.0})],
+    "seed-oss": [{"rope_theta": 10000.0}],
+    "cwm": [{"sliding_window": 9}, {"layer_types": FULL * 3}, {"layer_types": SLIDING * 3}, {"rope_scaling": None}],
+    "exaone4": [{"sliding_window": 9}, {"layer_types": FULL * 3}, {"layer_types": SLIDING * 3}, {"rope_scaling": None}],
+    "arcee": [{"hidden_act": "relu"}, {"rope_scaling": None}],
+    "ernie4.5": [{"rope_theta": 10000.0}, {"rms_norm_eps": 1e-2}],
+    "granite4": [{"attention_multiplier": 0.5}, {"embedding_multiplier": 1.0}, {"logits_scaling": 1.0},
+                 {"residual_multiplier": 1.0}, {"rms_norm_eps": 1e-6}, {"position_embedding_type": None}],
+    "mixtral-stacked": [{"num_experts_per_tok": 1}, {"rope_parameters": {"rope_theta": 1e6}}, {"sliding_window": 9}],
 }
 # Settings of rope, with the longest text that the engine accepts. transformers makes a table for a text of this length.
 ROPES = [
@@ -95,9 +114,19 @@ def write_json(path, value):
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
+def edited(config, edit):
+    """The config.json with other values; those of text_config are added to it."""
+    return config | edit | ({"text_config": config["text_config"] | edit["text_config"]} if "text_config" in edit else {})
+
+
+def auto_class(config):
+    return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+
+
 def eos_ids(directory):
     """Every id that ends a sequence, by either of the config files."""
-    values = [read_json(file).get("eos_token_id", []) for file in directory.glob("*config.json")]
+    configs = [read_json(file) for file in directory.glob("*config.json")]
+    values = [part.get("eos_token_id", []) for config in configs for part in (config, config.get("text_config", {}))]
     return {token for value in values for token in (value if isinstance(value, list) else [value])}
 
 
@@ -121,12 +150,14 @@ def random_state_dict(directory, seed):
     """Random weights under the names and in the dtype that the family's published checkpoints use."""
     config = AutoConfig.from_pretrained(directory)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = auto_class(config).from_config(config)
     shapes = {name: p.shape for name, p in model.named_parameters()}
     generator = torch.Generator().manual_seed(seed)
+    text, spelled = config.get_text_config(), read_json(directory / "config.json").get("text_config", {})
     unsaid = {"gpt2": torch.float16, "gpt-oss-mxfp4": torch.bfloat16}  # their config.json says nothing of it
     dtype = unsaid.get(directory.name) or config.dtype or torch.float32
-    weights = {name: random_weight(name, shape, config.hidden_size, generator).to(dtype)
+    dtype = getattr(torch, spelled["dtype"]) if "dtype" in spelled else dtype
+    weights = {name: random_weight(name, shape, text.hidden_size, generator).to(dtype)
                for name, shape in shapes.items()}
     if directory.name == "gpt2-bare":
         # The Hub's gpt2 was saved from the model without its head, with its causal masks among the weights.
@@ -135,12 +166,16 @@ def random_state_dict(directory, seed):
         weights |= {f"h.{layer}.attn.bias": mask.clone() for layer in range(config.n_layer)}
     if config.model_type == "gpt_oss":  # published as transformers has them
         return in_mxfp4(weights, generator) if "quantization_config" in config.to_dict() else weights
-    if "num_experts_per_tok" in config.to_dict():  # transformers stacks experts, and stores them as they were published
+    if "num_experts_per_tok" in text.to_dict() or text is not config:
+        # transformers 5 has other names, and stores the published ones
         with tempfile.TemporaryDirectory() as folder:
             model.load_state_dict(weights, strict=False, assign=True)
             model.tie_weights()
-            model.save_pretrained(folder)
+            model.save_pretrained(folder, save_original_format=not directory.name.endswith("-stacked"))
             weights = load_file(Path(folder, "model.safetensors"))
+    if directory.name == "qwen3-vl-moe":  # its published experts are [experts, in, out], which transformers 5 turns
+        weights = {name: weight.transpose(1, 2).contiguous() if ".experts." in name else weight
+                   for name, weight in weights.items()}
     return weights
 
 
@@ -161,7 +196,7 @@ def in_mxfp4(weights, generator):
 def load_reference(directory):
     """The checkpoint in `transformers`, in float32 whatever its stored dtype. Refuses weights that do not fit it."""
     is_quantized = "quantization_config" in read_json(Path(directory, "config.json"))
-    model, report = AutoModelForCausalLM.from_pretrained(
+    model, report = auto_class(AutoConfig.from_pretrained(directory)).from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager", output_loading_info=True,
         quantization_config=Mxfp4Config(dequantize=True) if is_quantized else None)
     problems = {kind: keys for kind, keys in report.items() if keys}
@@ -216,14 +251,15 @@ def check_config_is_read(directory, tensors):
     if (moved := difference(AutoConfig.from_pretrained(directory).to_dict())) > 1e-4:
         raise ValueError(f"{directory}: transformers' own spelling of config.json gives other logits ({moved:.1e})")
     for edit in EDITS.get(directory.name, []):
-        if (moved := difference(read_json(directory / "config.json") | edit)) < VISIBLE:
+        if (moved := difference(edited(read_json(directory / "config.json"), edit))) < VISIBLE:
             raise ValueError(f"{directory}: {edit} hardly changes the logits ({moved:.1e}): no test would see it")
 
 
 def make_variant(directory):
     """Writes one golden directory, with the first seed whose continuations are varied and clearly decided."""
     eos = eos_ids(directory)
-    allowed = torch.tensor([i for i in range(read_json(directory / "config.json")["vocab_size"]) if i not in eos])
+    vocab_size = AutoConfig.from_pretrained(directory).get_text_config().vocab_size
+    allowed = torch.tensor([i for i in range(vocab_size) if i not in eos])
     for seed in itertools.count():
         generator = torch.Generator().manual_seed(seed)
         prompts = [allowed[torch.randint(len(allowed), (n,), generator=generator)].tolist() for n in PROMPT_LENGTHS]

@@ -24,6 +24,7 @@ from nanopaged import tiles
 from nanopaged.features import cascade, fused, fused_experts, pick
 from nanopaged.features import hopper as hopper_file
 from nanopaged.features.fp8 import quantize_rows_kernel
+from nanopaged.features.kinds.slots import group_slots_kernel
 from nanopaged.optional_triton import VARYING
 
 SHARED_MEMORY = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB a block may use
@@ -156,6 +157,8 @@ def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
         for kind in (dtype, torch.float8_e4m3fn) if capability >= 89 else (dtype,):
             yield partial(experts, capability, dtype, act, num_tokens, kind, routed)
     picked = dict(best="*fp32", at="*i32", out="*i64")
+    integers = dict.fromkeys(("slots", "positions"), "*i32")
+    yield partial(compile_kernel, group_slots_kernel, dict(BLOCK_SIZE=64, TILE=1024), dtype, capability, **integers)
     yield partial(compile_kernel, pick.pick_kernel, dict(TILE=2048), dtype, capability, temperature="*fp32",
                   seed="*i64", position="*i64", **picked)
     yield partial(compile_kernel, pick.best_of_tiles_kernel, dict(TILES=128), dtype, capability, 1, **picked)

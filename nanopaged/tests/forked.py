@@ -16,11 +16,9 @@ import torch
 import kernel
 from nanopaged.api import assemble
 from nanopaged.device import trial
-from nanopaged.features import fp8, fused, graphs
-from nanopaged.features.grammar import Masks
 from nanopaged.features.tensor_parallel import parallel, workers
-from nanopaged.tests.pretended import plain_kernels
-from nanopaged.tests.test_graphs import PretendedGraph, pretend_to_record
+from nanopaged.tests.helpers import if_there
+from nanopaged.tests.pretended import fp8, plain_kernels
 
 FAULT = ""  # the function below that workers call which start from now on
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -46,7 +44,11 @@ def have_fewer_blocks():
 
 def pretended():
     """Graphs and the small kernels on a CPU: (object, name, what to put there)."""
-    return [*((kind, "_static_step", pretend_to_record(kind._static_step)) for kind in (graphs.GraphRunner, Masks)),
+    from nanopaged.features import fused, graphs
+    from nanopaged.tests.test_graphs import PretendedGraph, pretend_to_record
+    grammar = if_there("grammar")
+    recorded = [graphs.GraphRunner, grammar.Masks] if grammar else [graphs.GraphRunner]
+    return [*((kind, "_static_step", pretend_to_record(kind._static_step)) for kind in recorded),
             *plain_kernels(), (torch.cuda, "CUDAGraph", PretendedGraph), (torch.cuda, "stream", nullcontext),
             (graphs, "TOKEN_SIZES", [4, 16, 32]), (graphs, "DECODE_SIZES", [1, 2, 4]), (fused, "MAX_SPLIT_ROWS", 8),
             (fused, "SPLIT_ALIGNMENT", 8), (parallel, "LOGITS_ROWS", 2),

@@ -2,10 +2,12 @@
 import gc
 import json
 import re
+import time
 import weakref
 from collections import Counter
 from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from itertools import cycle
 from pathlib import Path
 from unittest.mock import patch
@@ -17,6 +19,7 @@ import nanopaged
 from engine import Status
 from nanopaged import LLM, SamplingParams, optional_triton
 from nanopaged.device.pool import GIB
+from nanopaged.tests.without import feature_names, is_there
 from nanopaged.weights.build import as_checkpoint, build_model
 from nanopaged.weights.checkpoint import read_safetensors, read_tensors
 
@@ -26,8 +29,10 @@ DEVICE = "cuda" if CUDA else "cpu"
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "nanopaged" / "golden"
 BUNDLED = ROOT / "nanopaged" / "shakespeare"
-# of experts, among the goldens
-MIXTURES = ["gpt-oss", "gpt-oss-mxfp4", "granite-moe", "granite-moe-shared", "mixtral", "olmoe", "qwen3-moe"]
+MIXTURES = ["gpt-oss", "gpt-oss-mxfp4", "granite-moe", "granite-moe-shared", "mixtral", "mixtral-stacked", "olmoe",
+            "qwen3-moe", "qwen3-vl-moe"]  # of experts, among the goldens
+OF_FEATURES = ["arcee", "cwm", "ernie4.5", "exaone4", "granite4", "ministral3", "seed-oss"]  # more_families.py
+ALL_VARIANTS = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
 NULL = -1  # in a block table: a block that left the sliding window
 needs_kernel = pytest.mark.skipif(
     optional_triton.triton is None or not (CUDA or optional_triton.INTERPRETED),
@@ -49,6 +54,23 @@ if optional_triton.INTERPRETED:
 
     interpreter._patch_lang = patch_lang_once
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+
+
+def needs(*features):
+    """Skips a test where one of these was taken away. (A test that ends with the error about it is skipped anyway.)"""
+    away = ", ".join(f"nanopaged/features/{name}" for name in features if not is_there(name))
+    return pytest.mark.skipif(bool(away), reason=f"needs {away}, which is not there")
+
+
+def without_notes(err: str) -> str:
+    """What was told on stderr, without the lines about features that are on by default and were taken away."""
+    away = "|".join(name for name in feature_names() if not is_there(name))
+    return re.sub(rf"(?m)^.* needs nanopaged/features/({away}), which is not there; .*\n", "", err) if away else err
+
+
+def if_there(feature: str):
+    """The module of a feature, or None where it was taken away."""
+    return import_module(f"nanopaged.features.{feature}") if is_there(feature) else None
 
 
 def load(model="shakespeare", *, graphs=False, lookahead=None, **options) -> LLM:
@@ -177,12 +199,17 @@ def check_books(scheduler):
     host_blocks = [host_block for host_block, _ in getattr(manager.step, "swaps_in", ())]
     host_blocks += getattr(manager, "free_host_blocks", ())
     for seq in scheduler.running + scheduler.waiting:
-        held = [block for block in seq.block_table if block != NULL]
-        assert len(set(held)) == len(held) and len(held) <= getattr(manager, "max_blocks_per_seq", manager.num_blocks)
-        assert seq.block_table[len(seq.block_table) - len(held):] == held  # only the first entries are NULL
-        assert not held or seq.status is Status.RUNNING
+        tables = [(seq.block_table, getattr(manager, "max_blocks_per_seq", manager.num_blocks))]
+        for name, part in vars(seq).get("parts", {}).items():  # features/kinds
+            tables.append((part.block_table, manager.kinds[name].max_blocks_per_seq))
+            assert part.num_null_blocks == part.block_table.count(NULL)
+        for table, most in tables:
+            held = [block for block in table if block != NULL]
+            assert len(set(held)) == len(held) <= most and len(table) == len(seq.block_table)
+            assert table[len(table) - len(held):] == held  # only the first entries are NULL
+            assert not held or seq.status is Status.RUNNING
+            num_holders.update(held)
         assert (seq in host_tables) == (seq.status is Status.SWAPPED)
-        num_holders.update(held)
     host_blocks += [block for table in host_tables.values() for block in table if block != NULL]
     assert sorted(host_blocks) == list(range(getattr(manager, "num_host_blocks", 0)))
     assert manager.ref_counts[:manager.num_blocks] == [num_holders[block] for block in range(manager.num_blocks)]
@@ -193,6 +220,13 @@ def check_books(scheduler):
     assert sorted([seq.row for seq in scheduler.running] + scheduler.free_rows) == list(range(scheduler.max_num_seqs))
     for queue in (scheduler.running, scheduler.waiting):
         assert [seq.order for seq in queue] == sorted(seq.order for seq in queue)
+
+
+def wait_until(condition, seconds=20):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
 
 
 def write_files(folder, contents, links=()) -> Path:
@@ -213,6 +247,26 @@ def rewritten(tmp_path, variant, change):
     torch.save(change({name: tensor.clone() for name, tensor in read_tensors(GOLDEN / variant)}),
                tmp_path / "pytorch_model.bin")
     return str(tmp_path)
+
+
+def stack_experts(tensors, is_turned=False):
+    """A mixture's tensors with all experts' matrices of a layer in two, as transformers 5 names them. is_turned:
+    [experts, in, out]"""
+    layers, result = {}, {}
+    for name, tensor in tensors.items():
+        for old, new in (("router.layer.", "router."), ("moe.input_linear.weight", "moe.experts.gate_up_proj"),
+                         ("moe.output_linear.weight", "moe.experts.down_proj")):  # of Granite
+            name = name.replace(old, new)
+        found = re.fullmatch(r"(.*\.experts\.)\d+\.(gate|up|down)_proj\.weight", name)
+        if found:  # in the order of the experts
+            layers.setdefault(found[1], {}).setdefault(found[2], []).append(tensor)
+        else:
+            result[name] = tensor
+    for name, experts in layers.items():
+        gate, up, down = (torch.stack(experts[part]) for part in ("gate", "up", "down"))
+        result |= {f"{name}gate_up_proj": torch.cat([gate, up], 1), f"{name}down_proj": down}
+    return {name: tensor.transpose(1, 2).contiguous() if is_turned and tensor.dim() == 3 else tensor
+            for name, tensor in result.items()}
 
 
 # ---- mixed requests, whose texts do not depend on how an engine is built

@@ -4,7 +4,9 @@ import torch.nn.functional as F
 
 import kernel
 import model
-from nanopaged.features import four_bits, fp8, fused, fused_experts, gpt_oss
+from nanopaged.tests.helpers import if_there
+
+four_bits, fp8, fused, fused_experts, gpt_oss = map(if_there, ("four_bits", "fp8", "fused", "fused_experts", "gpt_oss"))
 
 
 def normalize(x, weight, bias, eps):
@@ -22,7 +24,7 @@ def activate(x, activation):
 
 class PlainKernels:
     """The plain forms of the kernels of fused.py and others, for engines on a CPU: the interpreter is slow."""
-    activate, quantize_rows = staticmethod(model.activate), staticmethod(fp8.quantize)
+    activate, quantize_rows = staticmethod(model.activate), staticmethod(fp8.quantize if fp8 else None)
 
     @staticmethod
     def scaled_mm(a, b, scale_a, scale_b, out_dtype, use_fast_accum=False):
@@ -64,12 +66,11 @@ class PlainKernels:
         return (out * scores.T[:, :, None]).to(x.dtype)
 
 
-
 def plain_kernels():
     """(object, name, what to put there), for a process on a CPU that has fused modules or a GraphRunner."""
     homes = dict(activate=fused, fused_add_norm=fused, few_rows_linear=fused, quantize_rows=fp8,
                  mix_experts=fused_experts)
-    return [*((home, name, getattr(PlainKernels, name)) for name, home in homes.items()),
+    return [*((home, name, getattr(PlainKernels, name)) for name, home in homes.items() if home),
             (torch, "_scaled_mm", PlainKernels.scaled_mm)]
 
 
@@ -78,3 +79,10 @@ def blank_input(runner, shape):
     for part, filler in zip(runner.graph_input[:sum(shape.layout)].split(shape.layout),
                             [0, 0, -1, 0, 0, runner.max_num_seqs, *[0] * (2 if shape.num_entries else 0), -1]):
         part.fill_(filler)
+
+
+def kept(llm):
+    """Weights in FP8, in float32, by our names."""
+    tensors = dict(llm.runner.model.named_parameters())
+    return {name: fp8_weight(tensor, tensors[name.replace("weight", "scale")]) for name, tensor in tensors.items()
+            if tensor.dtype is torch.float8_e4m3fn}

@@ -11,9 +11,8 @@ from unittest.mock import Mock
 import pytest
 
 from nanopaged import LLM, SamplingParams
-from nanopaged.cli.status import Progress
 from nanopaged.features.batch import read_line, result_of, run_lines
-from nanopaged.progress import ProgressBar
+from nanopaged.features.progress import ProgressBar, Runs
 from nanopaged.tests.test_cli import (  # noqa: F401  call is a fixture
     GREEDY,
     JULIET,
@@ -308,7 +307,7 @@ def test_requests_are_taken_up_as_there_is_room():
         for taken in range(1, 61):
             yield taken, f"{taken} {ROMEO}", SamplingParams(max_tokens=1 + taken % 3, n=1 + taken % 2), 0
 
-    for key, output in Progress(llm).run(requests()):
+    for key, output in Runs(llm).run(requests()):
         finished.append(key)
         assert output.finished and len(output.outputs) == 1 + key % 2
         most = max(most, taken - len(finished))
@@ -328,7 +327,7 @@ def test_several_threads_run_lines_of_one_engine_together():
                            SamplingParams(temperature=0), None, {"line": i}) for i in range(9)]
         lines.insert(4, read_line(b"{", True, SamplingParams(), None, {"line": 9}))
         finished: list = []
-        run_lines(lines, Progress(llm), finished.append)
+        run_lines(lines, Runs(llm), finished.append)
         assert len(finished) == 10 and {id(line) for line in finished} == {id(line) for line in lines}
         return {result["line"]: result["outputs"][0]["text"] for result in map(result_of, lines) if "outputs" in result}
 
@@ -344,7 +343,7 @@ def test_several_threads_run_lines_of_one_engine_together():
 def test_the_progress_of_a_file(work, monkeypatch):
     """It is gone when a line has to be told."""
     write_lines({"prompt": ROMEO}, {"prompt": ROMEO}, "{", {"prompt": JULIET, "max_tokens": 30})
-    monkeypatch.setattr("nanopaged.progress.INTERVAL", 0)
+    monkeypatch.setattr("nanopaged.features.progress.INTERVAL", 0)
     monkeypatch.setattr(sys, "stderr", screen := Screen())
     work(max_num_seqs=1, code=1)
     drawn = screen.getvalue().split("\r")

@@ -50,8 +50,26 @@ def test_bench_counts_experts(monkeypatch):
     monkeypatch.setattr(bench, "random_prompts", lambda seed, lengths: [[i] * 8 for i, _ in enumerate(lengths)])
     llm = load("qwen3-moe", device="cpu")
     assert bench.experts_chosen(llm, 1, 8) == 3 and 3 <= bench.experts_chosen(llm, 4, 8) <= 7
-    assert bench.experts_read(dict(num_experts=7, num_experts_per_tok=3), 2) == pytest.approx(7 - 7 * (4 / 7) ** 2)
-    assert bench.experts_read({}, 5) == 1 and llm.engine.is_idle
+    assert llm.engine.is_idle
+
+
+def test_bench_simulates_what_it_serves(monkeypatch, capsys):
+    """On a CPU, where the figures mean nothing: it serves all requests, and notes their times."""
+    monkeypatch.setattr(bench, "SHAPES", {"tiny": TINY})
+    monkeypatch.setattr(bench, "STREAMS", {"tiny": 50})
+    monkeypatch.setattr(bench, "FOR_STREAMS", dict(device="cpu", max_model_len=4096, num_blocks=1000))
+    for name, value in dict(DECODES=(1, 32, 256), PREFILLS=(8192,), STEPS=2, SHORT=[8] * 4).items():
+        monkeypatch.setattr(bench, name, value)
+    monkeypatch.setattr(bench, "decode_ms", lambda llm, *_: llm.advance() or 1.0)
+    monkeypatch.setattr(bench, "prefill_rate", lambda *_: 1e6)
+    monkeypatch.setattr(bench, "workload_256", lambda: ([[1] * 20] * 8, [10] * 8))
+    del bench.ROWS[:]
+    bench.simulate(bench.Card(1e10, 1e10), False)
+    names = [entry["name"] for entry in bench.ROWS]
+    assert names == ["tiny workload 256, simulated", "tiny 1,024 x (128, 128), simulated",
+                     "tiny 50 requests/s, each takes, simulated"]
+    assert all(entry["value"] > 0 and "measured" in entry["note"] for entry in bench.ROWS)
+    assert "first token" in capsys.readouterr().out
 
 
 def test_the_tokenizer_of_random_words_is_one(tmp_path):
@@ -75,10 +93,14 @@ def test_bench_knows_the_rows_that_it_has_peers_for(monkeypatch):
         monkeypatch.setattr(bench, name, lambda *_, **__: 1.0)
     monkeypatch.setattr(bench, "step_times", lambda *_, **__: [1.0] * 3)
     monkeypatch.setattr(bench, "rate_and_host_ms", lambda *_: (1.0, 1.0))
-    monkeypatch.setattr(bench.Limits, "tokens_per_second", lambda *_: 1.0)
+    monkeypatch.setattr(bench, "tokens_per_second", lambda *_: 1.0)
+    monkeypatch.setattr(bench, "calibrated", lambda limits, *_: limits)
+    monkeypatch.setattr(bench, "simulated", lambda *_: SimpleNamespace(
+        num_new_tokens=1, clock=SimpleNamespace(now=1), times=[bench.Times(1, 1, 1)]))
+    monkeypatch.setattr(bench, "served", lambda *_: [bench.Times(1, 1, 1)])
     for section in bench.ON_CUDA:
         if section is not bench.structured or find_spec("llguidance"):
-            section(bench.Limits(1e9, 1e12), False)
+            section(bench.Card(1e9, 1e12), False)
     assert bench.VLLM.keys() <= set(names) and len(names) > 70
     assert max(map(len, names)) <= 48  # the width of their column
 

@@ -1,7 +1,6 @@
 """The command line, mostly run inside this process: texts go to stdout, everything else to stderr, bad input gets one
 sentence and exit code 2."""
 import functools
-import importlib
 import inspect
 import io
 import itertools
@@ -9,7 +8,7 @@ import re
 import sys
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from types import NoneType, SimpleNamespace
+from types import NoneType
 from unittest.mock import Mock
 
 import pytest
@@ -20,12 +19,17 @@ from nanopaged.api.request import Request
 from nanopaged.cli import main as cli
 from nanopaged.cli.main import main
 from nanopaged.device.runner import Runner
-from nanopaged.features import conversation
 from nanopaged.options import OPTIONS
-from nanopaged.tests.helpers import BUNDLED, ROOT, complaint, write_files
+from nanopaged.tests.helpers import BUNDLED, ROOT, without_notes, write_files
 
 ROMEO, JULIET = "ROMEO: But soft", "JULIET: Ay me"
 GREEDY = dict(temperature=0, max_tokens=12)
+# A chat template for the bundled model, which has none
+TEMPLATE = """{% for message in messages %}{{ message.role | upper }}:
+{{ message.content }}
+
+{% endfor %}{% if add_generation_prompt %}{{ speaker or 'ASSISTANT' }}:
+{% endif %}"""
 
 loaded = functools.cache(LLM)
 
@@ -61,11 +65,15 @@ def words(**options) -> list[str]:
 
 @pytest.fixture
 def call(capsys):
-    """Runs the program with words and options, checks the exit code, and returns what was printed."""
+    """Runs the program with words and options, checks the exit code, and returns what was printed. ValueError with the
+    program's sentence for what it refuses."""
     def call(*argv: str, code: int = 0, llm_class=shared_llm, **options):
         capsys.readouterr()
-        assert run(*argv, *words(**options), llm_class=llm_class) == code
-        return capsys.readouterr()
+        found, captured = run(*argv, *words(**options), llm_class=llm_class), capsys.readouterr()
+        if found == 2 != code:
+            raise ValueError(captured.err.splitlines()[-1])
+        assert found == code, captured.err
+        return captured
 
     return call
 
@@ -80,11 +88,12 @@ def text_after(prompt, **params) -> str:
 
 def assert_refused(captured, *words: str):
     """stderr holds one sentence with the words, and stdout holds nothing."""
+    err = without_notes(captured.err)
     assert captured.out == ""
-    assert len(captured.err.splitlines()) == 1
-    assert captured.err.startswith("error: ") and ". " not in captured.err and "Traceback" not in captured.err
+    assert len(err.splitlines()) == 1
+    assert err.startswith("error: ") and ". " not in err and "Traceback" not in err
     for word in words:
-        assert word in captured.err
+        assert word in err
 
 
 def nothing_left(llm: LLM) -> bool:
@@ -133,8 +142,8 @@ def received_by_llm(*argv: str) -> dict:
     return options | dict(model=model)
 
 
-RIGHT = {int: ("2", 2), float: ("0.5", 0.5), str: ("my/own", "my/own"), list: ("two words", ["two words"]),
-         cli._ids: ("5,6", [5, 6]), cli._object: ('{"5": -1.5}', {"5": -1.5}),
+RIGHT = {None: ("file", "file"), int: ("2", 2), float: ("0.5", 0.5), str: ("my/own", "my/own"),
+         list: ("two words", ["two words"]), cli._ids: ("5,6", [5, 6]), cli._object: ('{"5": -1.5}', {"5": -1.5}),
          cli._file: (str(ROOT / "requirements.txt"), (ROOT / "requirements.txt").read_text())}
 WRONG = {int: ("many", "1.5", "", "nan"), float: ("warm", "", "1,5", "0.5x"),
          cli._ids: ("five", "", "5,", "5 6", "[5]", "1.5"), cli._object: ("five", "", "5", "[5]", "{", "{5: 1}")}
@@ -144,7 +153,7 @@ def given(name: str) -> tuple[list[str], object]:
     """An option on the command line, and its value."""
     kind = cli.KINDS[name]
     text, value = (None, kind) if isinstance(kind, bool) else (kind[0],) * 2 if isinstance(kind, tuple) else RIGHT[kind]
-    return [cli._option(name)] + [text] * (text is not None), value
+    return [cli.option_name(name)] + [text] * (text is not None), value
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -157,8 +166,8 @@ def test_engine_options_reach_the_engine(name):
 def test_a_value_of_another_type_is_refused(capsys):
     for name, kind in cli.KINDS.items():
         for value in WRONG.get(kind, ()):
-            assert run("--prompt", "x", f"{cli._option(name)}={value}", llm_class=no_llm) == 2
-            assert_refused(capsys.readouterr(), cli._option(name), repr(value))
+            assert run("--prompt", "x", f"{cli.option_name(name)}={value}", llm_class=no_llm) == 2
+            assert_refused(capsys.readouterr(), cli.option_name(name), repr(value))
 
 
 def test_short_names_and_underscores():
@@ -359,7 +368,7 @@ def test_options_that_need_others_or_exclude_them(capsys, monkeypatch):
         argv += [] if {name, other} & {"prompt", "prompts", "chat", "serve"} else given("prompt")[0]
         assert run(*argv, llm_class=no_llm) == 2
         expected = cli.NEEDS.get(name) or cli.NEEDS.get(other) or [other]
-        assert_refused(capsys.readouterr(), *map(cli._option, expected))
+        assert_refused(capsys.readouterr(), *map(cli.option_name, expected))
 
 
 @pytest.mark.parametrize("options, word", [
@@ -386,7 +395,7 @@ def test_help_names_every_option_with_its_default(capsys):
     lines = captured.out.splitlines()
     assert captured.err == "" and max(map(len, lines)) <= 100
     named = set(re.findall(r"(?<![\w-])--[a-z-]+", captured.out.replace("--[no-]", "--no-")))
-    assert named - {"--version"} == set(map(cli._option, cli.KINDS))
+    assert named - {"--version"} == set(map(cli.option_name, cli.KINDS))
     # Functions have no place on a command line, and neither have the refused parameters.
     assert {field.name for field in fields(SamplingParams)} - set(cli.SAMPLING) == {
         "logits_processors", "detokenize", "structured_outputs"}
@@ -396,7 +405,7 @@ def test_help_names_every_option_with_its_default(capsys):
             if name in cli.KINDS and name != "beam_width" and not isinstance(default, (bool, NoneType))}
     assert len(told) > 20
     for name, default in told.items():
-        told_of = re.search(rf"^(?=  -).*{cli._option(name)} .*(\n   .*)*$", captured.out, re.M)[0]
+        told_of = re.search(rf"^(?=  -).*{cli.option_name(name)} .*(\n   .*)*$", captured.out, re.M)[0]
         assert name in ("swap_space", "data_parallel_size", "tensor_parallel_size") or re.search(
             rf"\[.*\b{default}\b.*\]", told_of), told_of
 
@@ -439,156 +448,3 @@ def test_an_interrupt_inside_a_step_ends_cleanly(call, options, when):
         assert captured.out.startswith(ROMEO) and captured.out.endswith("\n")
         assert f"{ROMEO}{text_after(ROMEO, max_tokens=50)}".startswith(captured.out[:-1])
     call(prompt=ROMEO, **GREEDY)  # with the same engine
-
-
-# ---- Chat
-
-TEMPLATE = """{% for message in messages %}{{ message.role | upper }}:
-{{ message.content }}
-
-{% endfor %}{% if add_generation_prompt %}{{ speaker or 'ASSISTANT' }}:
-{% endif %}"""
-
-
-@pytest.fixture
-def chat(tmp_path) -> dict:
-    """Options for a greedy chat with the bundled model, which has no chat template."""
-    (tmp_path / "chat.jinja").write_text(TEMPLATE)
-    return dict(chat=True, chat_template=tmp_path / "chat.jinja") | GREEDY
-
-
-def answer_to(*turns: str, system: str = "", max_tokens: int = 12, **template) -> str:
-    """The model's answer to a conversation, which is a list of the texts of user, assistant, user ..."""
-    messages = [{"role": "system", "content": system}] * bool(system)
-    messages += [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
-    prompt = shared_llm().chat_prompt(messages, chat_template=TEMPLATE, chat_template_kwargs=template)
-    return text_after(prompt, max_tokens=max_tokens)
-
-
-def answers_to(*questions: str) -> str:
-    """What a conversation prints."""
-    turns = []
-    for question in questions:
-        turns += [question, answer_to(*turns, question)]
-    return "".join(answer + "\n" for answer in turns[1::2])
-
-
-def test_chat_answers_messages(call, chat, monkeypatch):
-    """One answer alone streams to stdout. What is piped in is one message; several are conversations of their own."""
-    captured = call(**chat, prompt="Who is there?")
-    assert captured.out == answers_to("Who is there?")
-    assert "12 new at" in captured.err and "Who" not in captured.err
-    captured = call(**chat, prompt="Hi", system="Brief!", chat_template_kwargs='{"speaker": "JULIET"}')
-    assert captured.out == answer_to("Hi", system="Brief!", speaker="JULIET") + "\n" != answers_to("Hi")
-    several = [f"=== {text!r}\n{answer_to(text)}\n" for text in ("Who is there?", "Hi")]
-    assert_in_order(call(**chat, prompt=["Who is there?", "Hi"]).out, several)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Who\nis there?\n"))
-    assert call(**chat).out == answers_to("Who\nis there?")
-    del chat["temperature"]
-    assert "=== 'Hi' [1] score -" in call(**chat, prompt="Hi", beam_width=2).out
-
-
-def test_defaults_of_a_chat(asked_params, chat):
-    """An answer is as long as the model likes, and every conversation draws anew."""
-    del chat["max_tokens"]
-    first, second = (asked_params(**chat, prompt="Hi") for _ in range(2))
-    assert first.max_tokens is None and first.seed != second.seed and None not in (first.seed, second.seed)
-    given = asked_params(**chat, prompt="Hi", max_tokens=3, seed=5)
-    assert given.max_tokens == 3 and given.seed == 5
-
-
-@pytest.fixture
-def talk(call, chat, monkeypatch):
-    """Holds a conversation: the keyboard gives the lines, raises what is to be raised, and ends with Ctrl-D."""
-    def talk(*lines, **options):
-        monkeypatch.setattr("builtins.input", Mock(side_effect=[*lines, EOFError]))
-        monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
-        return call(**chat | options)
-
-    return talk
-
-
-def cached_tokens(err: str) -> list[tuple[int, int]]:
-    return [(int(a), int(b)) for a, b in re.findall(r"(\d+) prompt tokens \((\d+) cached", err)]
-
-
-def test_a_conversation(talk, capsys):
-    """Every question comes with the turns before it, whose blocks are in the pool. Answers stream."""
-    seen = []
-    with at_each_step(lambda _: seen.append(capsys.readouterr())):
-        seen.append(talk("What is your name?", "", "  ", "Whence come you?", "And whither?"))
-    captured = SimpleNamespace(out="".join(part.out for part in seen), err="".join(part.err for part in seen))
-    assert sum(part.out != "" for part in seen) > 20
-    assert captured.out == answers_to("What is your name?", "Whence come you?", "And whither?")
-    (first_prompt, _), (second_prompt, second), (third_prompt, third) = cached_tokens(captured.err)
-    assert first_prompt - 16 < second < second_prompt and second_prompt - 16 < third < third_prompt
-    assert captured.err.endswith("> \n") and "error" not in captured.err and nothing_left(shared_llm())
-
-
-def test_quotes_begin_and_end_a_message_of_several_lines(talk):
-    captured = talk('"""Who', "", 'is there?""" ', '"""', " Hi", '"""', '"""one line"""', '"""', "dropped",
-                    KeyboardInterrupt, "Go on.", '"""', "no end")
-    assert captured.out == answers_to("Who\n\nis there?", " Hi", "one line", "Go on.")
-
-
-def test_commands_of_a_conversation(talk):
-    """/clear forgets the turns and not the system message; other words after a slash are messages."""
-    questions = "Hi", "/etc/hosts is what?"
-    captured = talk(questions[0], "/clear", questions[1], "/?", "/quit", "/bye ", AssertionError("asked again"),
-                    system="Brief!")
-    assert captured.out == "".join(answer_to(question, system="Brief!") + "\n" for question in questions)
-    assert "forgotten, but not the system message" in captured.err and "no command /quit" in captured.err
-    assert all(word in captured.err for word in ('"""', "/clear ", "/bye ", "/? "))
-
-
-def test_ctrl_c_stops_an_answer_and_ctrl_d_leaves(talk):
-    """The part of an answer that came belongs to the conversation; a question without any answer does not."""
-    with interrupted_at(5, 6):  # after five tokens of the first answer, and before the second
-        captured = talk("Speak, speak!", "Too soon.", KeyboardInterrupt, "Go on.")
-    half = answer_to("Speak, speak!", max_tokens=5)
-    assert captured.out == f"{half}\n\n{answer_to('Speak, speak!', half, 'Go on.')}\n"
-    assert captured.err.count("stopped") == 2 and captured.err.count("Ctrl-D leaves") == 2
-    assert nothing_left(shared_llm())
-
-
-def test_a_bad_question_does_not_end_the_conversation(talk):
-    """And nothing is forgotten for it."""
-    captured = talk("Who is there?", "la " * 2000, "broken \udce9 text", "Hi")
-    assert captured.out == answers_to("Who is there?", "Hi")
-    assert captured.err.count("error: ") == 2 and "max_model_len" in captured.err and "surrogate" in captured.err
-    assert "forgotten" not in captured.err
-
-
-def test_a_conversation_may_go_on_for_ever(talk, monkeypatch):
-    """The oldest part of the conversation is forgotten, and the system message is not."""
-    asked, prompt_of = [], LLM.chat_prompt
-    monkeypatch.setattr(LLM, "chat_prompt", lambda llm, messages, **how: (
-        asked.append(messages) or prompt_of(llm, messages, **how)))
-    captured = talk(*(f"Question {i}, my lord?" for i in range(8)), system="Brief!", max_model_len=96)
-    assert captured.out.count("\n") >= 8 and "error" not in captured.err and captured.err.count("forgotten") >= 4
-    roles = ["system", *["user", "assistant"] * (len(asked[-1]) // 2 - 1), "user"]
-    assert [message["role"] for message in asked[-1]] == roles
-    assert asked[-1][0]["content"] == "Brief!" and asked[-1][-1]["content"] == "Question 7, my lord?"
-    assert all(prompt <= 72 for prompt, _ in cached_tokens(captured.err))
-
-
-@pytest.mark.parametrize("more", [{}, dict(prompt="Hi")], ids=["conversation", "message"])
-def test_what_a_conversation_needs(talk, chat, more):
-    """The program says so before it asks for anything, in the sentence of LLM.chat."""
-    if not more:
-        assert_refused(talk(n=2, llm_class=no_llm, code=2), "--n", "a conversation has one answer at a time")
-    del chat["chat_template"]
-    sentence = complaint(shared_llm().chat, [{"role": "user", "content": "Hi"}])
-    captured = talk(AssertionError("asked"), code=2, **more)
-    assert captured.out == "" and "Qwen/Qwen3-0.6B" in sentence
-    assert captured.err.endswith(f"\nerror: {sentence.replace('chat_template=', '--chat-template')}\n")
-
-
-@pytest.mark.parametrize("term, is_one", [("xterm", True), ("dumb", False)])
-def test_lines_that_are_pasted_together_are_one_message(monkeypatch, term, is_one):
-    """If the line editor marks them: a dumb terminal would show its escape sequences, and Windows has no readline."""
-    monkeypatch.setenv("TERM", term)
-    for readline in (None, editor := Mock()):
-        monkeypatch.setitem(sys.modules, "readline", readline)
-        importlib.reload(conversation)
-    assert [call.args for call in editor.parse_and_bind.mock_calls] == [("set enable-bracketed-paste on",)] * is_one

@@ -12,7 +12,6 @@ import torch
 from nanopaged import LLM, SamplingParams
 from nanopaged.cli.main import main
 from nanopaged.features.drafts import Drafting, Ngram
-from nanopaged.features.grammar import COMPILERS, GrammarCompiler
 from nanopaged.tests.helpers import (
     DEVICE,
     GOLDEN,
@@ -25,7 +24,6 @@ from nanopaged.tests.helpers import (
     run,
     tokens_of,
 )
-from nanopaged.tests.test_graphs import record_graphs
 
 VARIANTS = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
 PROMPTS = [PROMPT[:n] + list(range(n)) for n in (3, 9, 15)] + [PROMPT * 2, [7]]
@@ -140,6 +138,7 @@ def test_every_token_of_a_request_that_ends_has_its_log_probability():
 @pytest.mark.parametrize("options", [{}, dict(num_blocks=12, block_size=8), dict(max_num_batched_tokens=20)], ids=str)
 def test_replayed_steps(monkeypatch, options, expected):
     """Drafts are rows of recorded decode steps."""
+    from nanopaged.tests.test_graphs import record_graphs
     llm = drafting(method=knowing(expected[1], 0.8), graphs=True, device=DEVICE, max_num_seqs=8, **options)
     replayed = record_graphs(llm, monkeypatch)
     assert tokens_of(llm.generate(PROMPTS, SAMPLED, use_tqdm=False)) == tokens_of(expected[1])
@@ -166,6 +165,7 @@ def test_grammars():
 
 
 def test_a_draft_that_the_grammars_tokenizer_lacks():
+    from nanopaged.features.grammar import COMPILERS, GrammarCompiler
     pytest.importorskip("llguidance", reason="structured outputs need it; .ci/run installs it for its last part")
     params = SamplingParams(temperature=0, max_tokens=20, structured_outputs=dict(regex="[a-z ]{40}"))
     texts = []

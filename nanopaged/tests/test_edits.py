@@ -1,4 +1,4 @@
-"""Edited logits and log probabilities: every row as the plain loops below compute it, whatever else is in the batch.
+"""Edited logits: every row as the plain loops below compute it, whatever else is in the batch.
 
 The edits are seen from outside: sequences start in rows of an engine, rows sample, tokens are noted. The reference
 knows one sequence, as Python lists.
@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine import Sequence
 from nanopaged.device.sampler import SamplingNeeds
 from nanopaged.features.edits import EditedSequence, Edits, encode_bad_words
-from nanopaged.features.logprobs import top_logprobs
 from nanopaged.sampling_params import SamplingParams, SequenceSampling
 from nanopaged.tests.helpers import GOLDEN, GREEDY, PROMPT, load, tokens_of
 from nanopaged.text.tokenizer import load_tokenizer
@@ -83,14 +82,6 @@ def edit(logits: list[float], seq: Sequence) -> list[float]:
         result[token] -= p.frequency_penalty * output.count(token)
         result[token] -= p.presence_penalty * (token in output)
     return result
-
-
-def rank_and_best(logits: list[float], chosen: int, k: int) -> tuple[float, int, list[int], list[float]]:
-    peak = max(logits)
-    norm = peak + math.log(math.fsum(math.exp(x - peak) for x in logits))
-    best = sorted(range(len(logits)), key=lambda token: (-logits[token], token))[:k]
-    rank = sum(x >= logits[chosen] for x in logits)
-    return logits[chosen] - norm, rank, best, [logits[token] - norm for token in best]
 
 
 # ---- Sequences that come and go
@@ -309,6 +300,7 @@ def test_the_work_does_not_depend_on_the_number_of_rows(device):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_the_host_does_not_wait_for_the_device():
+    from nanopaged.features.logprobs import top_logprobs
     engine = Engine(torch.device("cuda"), 10, seed=1)
     rows, logits = torch.arange(10, device="cuda"), normal(10, VOCAB).cuda()
     engine.start(range(10))
@@ -321,41 +313,6 @@ def test_the_host_does_not_wait_for_the_device():
         top_logprobs(logits, rows, 5)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-# ---- Log probabilities
-
-@pytest.mark.parametrize("k, num_rows", [(0, 30), (1, 30), (5, 30), (VOCAB, 30), (10**12, 30), (-1, 30), (3, 0)])
-def test_logprobs_equal_the_reference(device, k, num_rows):
-    chosen = torch.randint(VOCAB, [num_rows], generator=torch.Generator().manual_seed(1))
-    logits = normal(num_rows, VOCAB).to(torch.bfloat16 if k == 5 else torch.float32)
-    logits[::3] = logits[::3].round()  # equal ones
-    logits[::4, ::3] = -INF
-    logprobs, ranks, ids, best = (t.tolist() for t in top_logprobs(logits.to(device), chosen.int().to(device), k))
-    for row in range(num_rows):
-        expected = rank_and_best(logits[row].tolist(), chosen[row].item(), VOCAB if k < 0 else k)
-        assert (ranks[row], ids[row]) == expected[1:3]
-        assert [logprobs[row], *best[row]] == pytest.approx([expected[0], *expected[3]], abs=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_logprobs_of_a_row_are_those_of_the_row_alone(device, dtype):
-    """The rows have ties among bfloat16 logits, and come in pieces of any size."""
-    logits, chosen = normal(40, 3000).to(device, dtype), torch.arange(40, device=device)
-    together = top_logprobs(logits, chosen, 20)
-    assert torch.equal(together[3], together[3].sort(descending=True).values)
-    alone = [top_logprobs(logits[i:i + 1], chosen[i:i + 1], 20) for i in range(40)]
-    pieces = top_logprobs(logits, chosen, 20, at_once=7 * 3000 + 5)
-    for i in range(40):
-        for a, b, c in zip(together, alone[i], pieces):
-            assert torch.equal(a[i], b[0]) and torch.equal(a[i], c[i])
-
-
-def test_logprobs_of_broken_logits_have_ids_of_the_vocabulary(device):
-    logits = normal(3, VOCAB)
-    logits[0], logits[1, 5], logits[2, 7] = math.nan, INF, -math.nan
-    ids = top_logprobs(logits.to(device), torch.zeros(3, dtype=torch.int64, device=device), VOCAB)[2]
-    assert ids.sort().values.tolist() == [list(range(VOCAB))] * 3
 
 
 # ---- Bad words as texts

@@ -1,4 +1,4 @@
-"""Mixtures of experts: the kernels, what is special about loading them, and their logits and texts. (Tests of drafts,
+"""Mixtures of experts: what is special about loading them, and their logits and texts. (Tests of drafts,
 cascades and recorded steps go over all golden checkpoints, of which seven are mixtures.)"""
 import json
 
@@ -7,8 +7,6 @@ import torch
 
 import test_paged
 from nanopaged import LLM
-from nanopaged.features import fused, fused_experts
-from nanopaged.features.fp8 import quantize
 from nanopaged.tests.helpers import (
     CUDA,
     DEVICE,
@@ -17,96 +15,15 @@ from nanopaged.tests.helpers import (
     PROMPT,
     assert_golden,
     load,
-    needs_gpu,
+    needs,
     needs_kernel,
     prompt_logits,
     relative_error,
+    stack_experts,
     use_modules,
 )
-from nanopaged.tests.pretended import PlainKernels, fp8_weight
-from nanopaged.tests.test_fp8 import keeps, kept, pretends  # noqa: F401
-
-TYPES = [torch.float32, torch.float16, *([torch.bfloat16] if CUDA else [])]  # the interpreter lies about bfloat16
-
-
-def problem(num_rows, size, inner, count, dtype=torch.float32, seed=0):
-    """x, logits, gate_up, down of `fused_experts.mix_experts`."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [(num_rows, size), (num_rows, count), (count, 2 * inner, size), (count, size, inner)]
-    x, logits, gate_up, down = (torch.randn(shape, generator=generator) for shape in shapes)
-    logits = logits.argsort(1) / 4  # no two are equal
-    return [part.to(dtype).to(DEVICE) for part in (x, logits, gate_up / size ** 0.5, down / inner ** 0.5)]
-
-
-def exact(x, logits, gate_up, down, *switches):
-    """In float64, from the same rounded numbers. The plain form is the loop's of nanopaged/features/experts.py."""
-    return PlainKernels.mix_experts(*(part.double() for part in (x, logits, gate_up, down)), *switches)
-
-
-@needs_kernel
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("num_rows, size, inner, count, top_k, normalized", [
-    (1, 32, 24, 5, 3, True), (7, 33, 24, 5, 3, False), (8, 40, 80, 1, 1, True), (30, 64, 70, 7, 2, True),
-    (300, 32, 16, 3, 3, False)])
-def test_experts_in_triton(dtype, num_rows, size, inner, count, top_k, normalized):
-    """Few and many tokens; sizes that no tile divides. With 300 tokens an expert has several tiles."""
-    given = *problem(num_rows, size, inner, count, dtype), top_k, normalized, "silu"
-    out = fused_experts.mix_experts(*given)
-    assert out.shape == (top_k, num_rows, size) and out.dtype is dtype
-    assert relative_error(out, exact(*given)) < (2e-6 if dtype is torch.float32 else 4 * torch.finfo(dtype).eps)
-
-
-@needs_kernel
-def test_tokens_that_all_choose_the_same_experts():
-    x, _, *weights = problem(70, 32, 16, 6)
-    logits = torch.tensor([0.0, 9, 1, 8, 7, 2], device=DEVICE).expand(70, -1).contiguous()
-    given = x, logits, *weights, 3, True, "silu"
-    assert relative_error(fused_experts.mix_experts(*given), exact(*given)) < 2e-6
-    assert fused_experts.route_experts(logits, 3, True)[1].tolist() == [0, 70, 0, 70, 70, 0]
-
-
-@needs_kernel
-def test_rows_of_padding_may_hold_anything():
-    x, logits, *weights = problem(20, 32, 16, 5)
-    expected = fused_experts.mix_experts(x, logits, *weights, 3, True, "silu")
-    x[3], x[9], logits[3], logits[9] = torch.nan, torch.inf, torch.nan, -torch.inf
-    logits[10], logits[11, 2] = torch.inf, torch.nan
-    out = fused_experts.mix_experts(x, logits, *weights, 3, True, "silu")
-    others = [i for i in range(20) if i not in (3, 9, 10, 11)]
-    assert torch.equal(out[:, others], expected[:, others])
-    assert fused_experts.route_experts(logits, 3, True)[1].max() <= 20
-    assert fused_experts.mix_experts(x[:0], logits[:0], *weights, 3, True, "silu").shape == (3, 0, 32)
-
-
-@needs_gpu
-@pytest.mark.parametrize("num_rows", [3, 16, 64, 1000])
-def test_a_token_by_itself_and_among_others(num_rows):
-    """Its result has the same bits."""
-    x, logits, *weights = problem(num_rows, 256, 128, 16, torch.bfloat16)
-    out = fused_experts.mix_experts(x, logits, *weights, 4, True, "silu")
-    for i in (0, num_rows - 1):
-        alone = fused_experts.mix_experts(x[i:i + 1], logits[i:i + 1], *weights, 4, True, "silu")
-        assert torch.equal(alone[:, 0], out[:, i])
-
-
-@needs_gpu
-@pytest.mark.parametrize("num_rows", [1, 12, 600])
-def test_weights_in_8_bits(num_rows):
-    x, logits, gate_up, down = problem(num_rows, 256, 128, 16, torch.bfloat16)
-    (gate_up, gate_up_scale), (down, down_scale) = quantize(gate_up), quantize(down)
-    out = fused_experts.mix_experts(x, logits, gate_up, down, 4, True, "silu", gate_up_scale, down_scale)
-    meant = (fp8_weight(weight, scale) for weight, scale in ((gate_up, gate_up_scale), (down, down_scale)))
-    assert relative_error(out, exact(x, logits, *meant, 4, True, "silu")) < 0.06  # x is cut, too
-
-
-@pytest.mark.parametrize("memory", [64, 99, 163, 227])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float8_e4m3fn], ids=str)
-def test_tiles_fit_the_shared_memory_of_any_card(memory, dtype):
-    for num_rows in (1, 8, 64, 500, 8192):
-        for gated in (False, True):
-            form = fused_experts.experts_form(num_rows, 8, 128, gated, dtype, memory * 1024)
-            rows = form["ROWS"] * (1 + gated) + form["COLUMNS"]
-            assert rows * form["TILE"] * dtype.itemsize * form["STAGES"] <= memory * 1024
+from nanopaged.tests.pretended import fused, kept
+from nanopaged.weights.build import as_checkpoint
 
 
 def test_all_experts_have_one_tensor():
@@ -117,11 +34,12 @@ def test_all_experts_have_one_tensor():
         assert expert.down_proj.weight.data_ptr() == whole.data_ptr()
 
 
+@needs("fp8", "fused")
 @pytest.mark.parametrize("variant", ["qwen3-moe", "granite-moe-shared"])
-def test_experts_in_8_bits(tmp_path, variant, keeps):  # noqa: F811
+def test_experts_in_8_bits(tmp_path, variant, keeps):
     """All matrices but the routers."""
     config = json.loads((GOLDEN / variant / "config.json").read_text()) | dict(
-        hidden_size=64, num_attention_heads=8, intermediate_size=48, moe_intermediate_size=32,
+        hidden_size=64, num_attention_heads=8, intermediate_size=48, moe_intermediate_size=48,
         shared_intermediate_size=16)
     (tmp_path / "config.json").write_text(json.dumps(config))
     options = dict(load_format="dummy", dtype="float32", device=DEVICE, num_blocks=64)
@@ -136,6 +54,12 @@ def test_experts_in_8_bits(tmp_path, variant, keeps):  # noqa: F811
         for name, tensor in kept(llm).items():
             assert relative_error(tensor, expected[name]) < 0.03
         assert relative_error(prompt_logits(llm, PROMPT), prompt_logits(plain, PROMPT)) < 0.1
+    # One tensor with all experts' matrices as [experts, in, out] is turned before its rows get their scales.
+    tensors = dict(as_checkpoint(plain.runner.model.named_parameters(), plain.config))
+    torch.save(stack_experts(tensors, is_turned=True), tmp_path / "pytorch_model.bin")
+    stacked = LLM(str(tmp_path), quantization="fp8", enforce_eager=True, **options | dict(load_format="auto"))
+    for name, tensor in kept(stacked).items():
+        assert relative_error(tensor, expected[name]) < 0.03
 
 
 @pytest.mark.parametrize("variant", MIXTURES)

@@ -2,12 +2,12 @@
 import json
 import math
 import statistics
+from functools import partial
 
 import pytest
 import torch
 
 from nanopaged import SamplingParams
-from nanopaged.features import fused
 from nanopaged.rope import make_rope_table
 from nanopaged.tests.helpers import (
     GOLDEN,
@@ -20,10 +20,10 @@ from nanopaged.tests.helpers import (
     prompt_logits,
     relative_error,
     rewritten,
+    stack_experts,
     tokens_of,
     use_modules,
 )
-from nanopaged.tests.pretended import plain_kernels
 from nanopaged.weights.checkpoint import read_tensors
 from nanopaged.weights.families import read_model_config
 
@@ -40,17 +40,22 @@ LLAMA = dict(architectures=["LlamaForCausalLM"], vocab_size=100, hidden_size=32,
     (dict(architectures=["BloomForCausalLM"]), "unknown architecture 'BloomForCausalLM'; known are GPT2LMHeadModel, "),
     *((dict(architectures=[name]), f"{name} is {reason}.*, which nanopaged does not run; known are GPT2LMH")
       for name, reason in dict(
-          MambaForCausalLM="a state-space model", GraniteMoeHybridForCausalLM="Granite 4, with state-space layers",
+          MambaForCausalLM="a state-space model",
           Gemma4ForConditionalGeneration="Gemma 4, with heads of two sizes",
           DeepseekV3ForCausalLM="a mixture of experts with latent attention, as DeepSeek's",
           Qwen2MoeForCausalLM="a mixture of experts of another form", BertModel="an embedding model",
           Gemma3TextModel="an embedding model").items()),
     *((dict(architectures=[name], text_config=text), "multimodal model whose text model is not among these; known")
-      for name, text in {"LlavaForConditionalGeneration": {}, "Qwen2_5_VLForConditionalGeneration": {},
-                         "Mistral3ForConditionalGeneration": {"model_type": "ministral3"}}.items()),
+      for name, text in {"LlavaForConditionalGeneration": {}, "Qwen2AudioForConditionalGeneration": {},
+                         "Mistral3ForConditionalGeneration": {"model_type": "mistral4"}}.items()),
+    *((dict(architectures=["GraniteMoeHybridForCausalLM"], **change), "Granite 4, with state-space layers or experts")
+      for change in ({}, dict(layer_types=["mamba"], num_local_experts=0), dict(layer_types=["attention"]),
+                     dict(layer_types=["attention"], num_local_experts=2))),
     (dict(quantization_config={"quant_method": "gptq"}), "quantised with GPTQ; use one with float32, float16 or"),
     (dict(rope_scaling={"rope_type": "yarn", "factor": 4}), "'yarn' needs original_max_position_embeddings"),
-    (dict(rope_scaling={"rope_type": "mrope"}), "rope type 'mrope' is not supported; supported are default, linear, "),
+    (dict(rope_scaling={"rope_type": "cubic"}), "rope type 'cubic' is not supported; supported are default, linear, "),
+    (dict(architectures=["Ministral3ForCausalLM"], rope_parameters=dict(rope_type="default", llama_4_scaling_beta=0.1)),
+     "rope type 'default' needs original_max_position_embeddings"),
     (dict(rope_scaling={"rope_type": "dynamic", "factor": 1e9}), "max_position_embeddings must be .* not 128000000000"),
     (dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5 is not supported in this family"),
     (dict(architectures=["Phi3ForCausalLM"], partial_rotary_factor=0.4), "3 numbers of a head rotate; expected an eve"),
@@ -88,6 +93,7 @@ LLAMA = dict(architectures=["LlamaForCausalLM"], vocab_size=100, hidden_size=32,
     *((dict(architectures=[architecture], **change), message) for architecture, change, message in (
         ("MixtralForCausalLM", dict(num_experts_per_tok=2), "must have 'num_local_experts', which is missing"),
         ("MixtralForCausalLM", dict(num_local_experts=10**9), "num_local_experts must be .* not 1000000000"),
+        ("MixtralForCausalLM", dict(num_experts="5"), "num_experts must be .* not '5'"),
         ("MixtralForCausalLM", dict(num_local_experts=4, num_experts_per_tok=5), "per_tok must be .* not 5"),
         ("OlmoeForCausalLM", dict(clip_qkv=8.0), "OLMoE with clip_qkv=8.0 is not supported"),
         ("Qwen3MoeForCausalLM", dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size="x"), "not 'x'"),
@@ -191,7 +197,8 @@ def test_the_longest_text_of_scaled_ropes():
 
 # ---- Families with switches of their own. (Tests of logits, texts, drafts, Triton and two ranks go over all goldens.)
 
-SWITCHED = ["gemma3", "granite", "ministral", "olmo2", "olmo3", "phi3", "smollm3", *MIXTURES]
+SWITCHED = ["arcee", "ernie4.5", "exaone4", "gemma3", "granite", "granite4", "ministral", "olmo2", "olmo3",
+            "phi3", "smollm3", *MIXTURES]
 
 
 @pytest.mark.parametrize("variant", SWITCHED)
@@ -199,9 +206,13 @@ def test_chunks_prefix_hits_preemptions_and_other_modules(variant, monkeypatch):
     """The fused modules get their weights as a checkpoint that is made of the plain ones' weights."""
     llm = load(variant, num_blocks=20, block_size=4, max_num_batched_tokens=7, device="cpu")
     assert_golden(llm, variant, times=2)
-    has_window = getattr(llm.scheduler.block_manager, "window", 0)  # in every layer: blocks that left it are free
-    assert bool(has_window) == (variant == "phi3") and llm.counts.num_preemptions > 0
+    books = vars(llm.scheduler.block_manager)
+    has_window = "window" in books or "kinds" in books  # in all layers, or in some: blocks that left it are free
+    assert ("window" in books) == (variant == "phi3") and llm.counts.num_preemptions > 0
+    assert ("kinds" in books) == bool(llm.config.groups)
     assert llm.counts.num_cached_tokens > 0 or has_window
+    from nanopaged.features import fused
+    from nanopaged.tests.pretended import plain_kernels
     llm = load(variant, device="cpu", enforce_eager=True)
     for patch in plain_kernels():
         monkeypatch.setattr(*patch)
@@ -225,7 +236,7 @@ def test_logits_in_bfloat16(variant):
     assert norms == {torch.float32 if variant in FLOAT32_NORMS else torch.bfloat16}
 
 
-@pytest.mark.parametrize("variant", ["gemma3", "granite", "granite-moe-shared", "phi3"])
+@pytest.mark.parametrize("variant", ["ernie4.5", "gemma3", "granite", "granite-moe-shared", "phi3", "qwen3-vl-moe"])
 def test_random_weights_are_a_checkpoint_s(variant):
     llm = load(variant, load_format="dummy", device="cpu")
     assert len(llm.generate([1, 2, 3], GREEDY)[0].outputs[0].token_ids) == 24
@@ -233,7 +244,8 @@ def test_random_weights_are_a_checkpoint_s(variant):
 
 
 @pytest.mark.parametrize("variant, architecture", [
-    ("gemma3", "Gemma3ForConditionalGeneration"), ("mistral", "Mistral3ForConditionalGeneration")])
+    ("gemma3", "Gemma3ForConditionalGeneration"), ("mistral", "Mistral3ForConditionalGeneration"),
+    ("ministral3", "Mistral3ForConditionalGeneration")])
 @pytest.mark.parametrize("body, head", [("language_model.model.", "language_model."), ("model.language_model.", "")])
 def test_the_text_model_of_a_multimodal_checkpoint(tmp_path, variant, architecture, body, head):
     """The names have changed with transformers' versions. A vision tower has layers and norms, too."""
@@ -245,7 +257,8 @@ def test_the_text_model_of_a_multimodal_checkpoint(tmp_path, variant, architectu
         "multi_modal_projector.norm.weight": torch.ones(3)} | {rename(name): one for name, one in tensors.items()})
     text = json.loads((GOLDEN / variant / "config.json").read_text())
     del text["architectures"]
-    whole = dict(architectures=[architecture], torch_dtype=text.pop("torch_dtype"), text_config=text,
+    dtype = {key: text.pop(key) for key in ("dtype", "torch_dtype") if key in text}
+    whole = dict(architectures=[architecture], text_config=text, **dtype,
                  vision_config=dict(hidden_size=7, num_hidden_layers=99))
     (tmp_path / "config.json").write_text(json.dumps(whole))
     with pytest.warns(UserWarning, match=f"{architecture} is a multimodal model; its text model is loaded, and images"):
@@ -271,6 +284,19 @@ def test_keys_that_a_multimodal_gemma_leaves_out():
 
 
 # ---- Weights
+
+@pytest.mark.parametrize("variant", ["granite-moe", "granite-moe-shared", "olmoe", "qwen3-moe"])
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_one_tensor_of_all_experts(tmp_path, variant, is_turned):
+    """As transformers 5 stores them with save_original_format=False; turned, as Qwen3-VL's are published. It also
+    writes num_local_experts in place of num_experts."""
+    path = rewritten(tmp_path, variant, partial(stack_experts, is_turned=is_turned))
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"num_local_experts": config.pop("num_experts")} if "num_experts" in config else {
+        "num_experts": config.pop("num_local_experts")}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert_golden(load(path, num_blocks=64, device="cpu"), variant, SECOND)
+
 
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 

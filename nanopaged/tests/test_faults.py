@@ -9,11 +9,9 @@ from unittest.mock import DEFAULT, Mock, patch
 import pytest
 import torch
 
-from nanopaged import BeamSearchParams, SamplingParams
-from nanopaged.features.grammar import GrammarSequence, Masks
-from nanopaged.features.recovery import STEPS_UNTIL_REGROWTH
-from nanopaged.sampling_params import StructuredOutputsParams
-from nanopaged.tests.helpers import GREEDY, PROMPT, check_books, let_fail, load, rewritten, shared, tokens_of
+import nanopaged
+from nanopaged import SamplingParams
+from nanopaged.tests.helpers import GREEDY, PROMPT, check_books, let_fail, load, needs, rewritten, shared, tokens_of
 
 # ---- Requests that fail
 
@@ -48,7 +46,7 @@ def test_broken_weights_end_every_request_and_the_engine_goes_on(tmp_path, kv_ca
     llm = load(path, kv_cache_dtype=kv_cache_dtype, lookahead=1)
     for _ in range(2):
         assert [output.outputs[0].finish_reason for output in llm.generate([PROMPT] * 3, GREEDY)] == ["error"] * 3
-    beam = llm.beam_search(PROMPT, BeamSearchParams(beam_width=2, max_tokens=4))[0].outputs[0]
+    beam = llm.beam_search(PROMPT, nanopaged.BeamSearchParams(beam_width=2, max_tokens=4))[0].outputs[0]
     assert beam.finish_reason == "error" and "not a number" in beam.stop_reason
     with pytest.raises(RuntimeError, match="not a number"):
         list(llm.stream(PROMPT))
@@ -115,6 +113,7 @@ def test_a_detokenizer_that_fails_while_another_thread_plans_a_step():
 
 @pytest.mark.parametrize("method", ["on_token", "fill_mask"])
 def test_a_grammar_that_panics_ends_its_request_and_no_other(method):
+    from nanopaged.features.grammar import GrammarSequence, Masks
     llm = load()
     ids = [llm.add_request(prompt, GREEDY) for prompt in ("JULIET:", "ROMEO:")]
     grammar = dict(fill_mask=lambda address, drafts: 0, on_token=lambda seq, token, _: [token]) | {method: panic}
@@ -151,6 +150,7 @@ def test_an_error_inside_a_step_leaves_a_usable_engine():
     assert tokens_of(llm.generate([[5, 6, 7]], GREEDY)) == tokens_of(shared("llama2").generate([[5, 6, 7]], GREEDY))
 
 
+@needs("recovery")
 @pytest.mark.parametrize("is_computed", [False, True])
 @pytest.mark.parametrize("fails_at", [5, 7, 9])
 def test_a_step_that_fails_leaves_the_settings_alone(fails_at, is_computed):
@@ -186,7 +186,7 @@ def test_a_token_that_is_drawn_again_counts_once():
     """With a grammar a step is sampled when it is read, or by the next launch, and again if that fails."""
     pytest.importorskip("llguidance", reason="structured outputs need it; .ci/run installs it for its last part")
     params = SamplingParams(temperature=0, max_tokens=8, frequency_penalty=2.0,
-                            structured_outputs=StructuredOutputsParams(regex="[a-d]{9}"))
+                            structured_outputs=nanopaged.StructuredOutputsParams(regex="[a-d]{9}"))
     llm = load()
     expected = tokens_of(llm.generate(PROMPT, params))
     llm.runner.rows.last_tokens = table = Mock(wraps=llm.runner.rows.last_tokens)
@@ -232,6 +232,7 @@ def test_a_call_that_only_reads_has_done_something():
 # ---- Memory and blocks
 
 def test_a_step_out_of_memory_is_tried_again_with_less_and_the_token_budget_grows_back(capsys):
+    from nanopaged.features.recovery import STEPS_UNTIL_REGROWTH
     llm, is_short = load("llama2", max_num_batched_tokens=64), True
     expected = tokens_of(llm.generate([PROMPT] * 5, GREEDY))
     let_fail(llm.runner, torch.OutOfMemoryError("CUDA out of memory"),
@@ -245,6 +246,7 @@ def test_a_step_out_of_memory_is_tried_again_with_less_and_the_token_budget_grow
     assert llm.scheduler.max_num_batched_tokens == 64
 
 
+@needs("recovery")
 def test_an_interrupt_in_the_clean_up_of_a_step_out_of_memory_is_not_lost():
     llm = load("llama2", lookahead=1)
     read = Mock(side_effect=KeyboardInterrupt)  # the tokens of the step before
@@ -256,7 +258,7 @@ def test_an_interrupt_in_the_clean_up_of_a_step_out_of_memory_is_not_lost():
 
 def test_a_leak_is_noticed_whatever_ends_the_last_request():
     for end in (lambda llm: llm.abort_request(llm.add_request(PROMPT)), lambda llm: llm.stream(PROMPT).close(),
-                lambda llm: llm.beam_search(PROMPT, BeamSearchParams(beam_width=2, max_tokens=2))):
+                lambda llm: llm.beam_search(PROMPT, nanopaged.BeamSearchParams(beam_width=2, max_tokens=2))):
         llm = load()
         llm.engine.lookahead = 0  # else a step may be under way when a request ends, and the books are checked after it
         stream = llm.stream(PROMPT)

@@ -1,7 +1,10 @@
 """A feature is a file that can be taken away: a prompt still runs, and who asks for the feature gets a sentence.
 
 Each case is a process forked from one that has imported torch; in it the feature's module cannot be imported. Then all
-features are taken away at once, and test_paged.py runs.
+features are taken away at once, and test_paged.py runs. Last, the tests: test_NAME.py and test_NAME_*.py are those of
+nanopaged/features/NAME and are deleted with it. The others are the core's and run without any feature; of these and of
+other features' tests those are skipped that ask for one that is not there (conftest.py). All of them run so with
+`python -m nanopaged.tests.without NAME`.
 """
 import ast
 import io
@@ -11,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +27,7 @@ from nanopaged.api.assemble import pick_runner
 from nanopaged.cli import main as cli
 from nanopaged.options import default_feature
 from nanopaged.tests.helpers import GOLDEN, ROOT, complaint
+from nanopaged.tests.without import feature_of, files_of_tests, run_without
 from nanopaged.text.tokenizer import load_tokenizer
 from nanopaged.weights.build import modules_for
 from nanopaged.weights.checkpoint import read_config
@@ -80,20 +85,25 @@ ASK = dict(
     batch=command("--prompts", "x.txt"), beam=lambda: llm().beam_search("O", nanopaged.BeamSearchParams(2, 2)),
     chat_template=lambda: llm().chat([{"role": "user", "content": "Hi"}]), conversation=converse,
     drafts=command(*PROMPT, "--speculate", "3"), edits=ask(presence_penalty=1), fp8=lambda: llm(quantization="fp8"),
-    experts=lambda: llm(model=str(GOLDEN / "mixtral")), fused_experts=experts_on_a_gpu,
-    gpt_oss=lambda: llm(model=str(GOLDEN / "gpt-oss")), four_bits=lambda: llm(model=str(GOLDEN / "gpt-oss-mxfp4")),
-    structured=ask(structured_outputs=dict(regex="a+")),
+    fp8_cache=lambda: llm(kv_cache_dtype="fp8"), experts=lambda: llm(model=str(GOLDEN / "mixtral")),
+    fused_experts=experts_on_a_gpu, four_bits=lambda: llm(model=str(GOLDEN / "gpt-oss-mxfp4")),
+    gpt_oss=lambda: llm(model=str(GOLDEN / "gpt-oss")),
+    structured=ask(structured_outputs=dict(regex="a+")), more_families=lambda: llm(model=str(GOLDEN / "arcee")),
     frames=command(*PROMPT, "--trace"), grammar=ask(structured_outputs=dict(regex="a+")),
     hub=command("--model", "org/name", *PROMPT), huggingface=lambda: load_tokenizer(GOLDEN / "tokenizers" / "llama2"),
-    logprobs=ask(logprobs=1), page=command(*PROMPT, "--trace", os.devnull + ".html"), router=command(
-        *PROMPT, "--data-parallel-size", "2"), samples=command(*PROMPT, "-n", "2"),
+    logprobs=ask(logprobs=1), page=command(*PROMPT, "--trace", os.devnull + ".html"),
+    progress=command(*PROMPT, "--prompt", "JULIET:"), router=command(*PROMPT, "--data-parallel-size", "2"),
+    samples=command(*PROMPT, "-n", "2"),
     sandbox=lambda: llm().chat([{"role": "user", "content": "Hi"}], chat_template="x"),
-    server=command("--serve", "--port", "0"), swapping=command(*PROMPT, "--swap-space", "0.01"),
+    query_scale=lambda: llm(model=str(GOLDEN / "ministral3")), server=command("--serve", "--port", "0"),
+    simulate=command("--simulate", "--requests", "1"),
+    swapping=command(*PROMPT, "--swap-space", "0.01"),
     stop=ask(stop="a"), tensor_parallel=lambda: llm(tensor_parallel_size=2), trace=command(*PROMPT, "--trace"))
 MISSED = dict(
     cascade=on_a_gpu, fused=on_a_gpu, graphs=on_a_gpu, hopper=on_a_gpu, pick=on_a_gpu, last_layer=llm, rectangles=llm,
-    ray_data=None, ray_serve=None, threads=llm,
-    recovery=lambda: fail(llm()), warmup=None, swapping=lambda: llm(model=str(GOLDEN / "mistral")))
+    ray_data=None, ray_serve=None, ray_words=None, threads=llm,
+    recovery=lambda: fail(llm()), warmup=None, kinds=lambda: llm(model=str(GOLDEN / "gemma3")),
+    swapping=lambda: llm(model=str(GOLDEN / "mistral")))
 
 
 def fail(engine):
@@ -138,6 +148,9 @@ def test_a_prompt_runs_without_it_and_who_asks_gets_a_sentence(name):
     theirs.close()
     code, text, sentence, told = ours.recv()
     process.join()
+    asked = re.search(r"needs nanopaged/features/(\w+)", sentence)
+    if asked and asked[1] != name:
+        raise ValueError(sentence)  # of another one, which should be there
     assert (code, text) == (0, "ROMEO:\nI'll be\n")
     file = rf"needs nanopaged/features/{name}\b.*, which is not there; bring it back, or do without"
     assert name not in ASK or re.search(file, sentence), sentence
@@ -169,20 +182,70 @@ def test_no_feature_needs_one_that_is_on_by_default(name):
 # ---- All away
 
 def test_the_chapters_and_the_ring_alone(tmp_path):
-    """Without any feature test_paged.py passes. (Left out are forms of attention that differ in a constant only: a GPU
-    compiles each, and test_paged.py itself tests them.)"""
+    """Without any feature test_paged.py passes. Left out are tests of attention alone and of the scheduler alone, whose
+    files know of no feature."""
+    for file in ("kernel.py", "engine.py", "nanopaged/tiles.py", "nanopaged/optional_triton.py",
+                 "nanopaged/tests/fake_model.py"):
+        assert not {"features", "feature", "default_feature"} & {*identifiers(ROOT / file)}
     for name in ("engine.py", "kernel.py", "model.py", "test_paged.py"):
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(ROOT / "nanopaged", tmp_path / "nanopaged", ignore=shutil.ignore_patterns(
         "features", "test_*.py", "__pycache__"))
+    pytest_of = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "test_paged.py", "-k"]
+    alone = "float64 or programs_that_share or random_operations"
     run = [subprocess.Popen([sys.executable, *words], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                            text=True) for words in (
-        ["-m", "pytest", "-q", "-p", "no:cacheprovider", "test_paged.py",
-         "-k", "not (float64 and (head_dim or group or size))"],
+                            text=True) for words in (  # side by side
+        [*pytest_of, f"not ({alone} or transformers)"], [*pytest_of, f"not ({alone}) and transformers"],
         ["engine.py", *PROMPT, "--temperature", "0", "--enforce-eager", "--device", "cpu"])]
     outputs = [process.communicate()[0] for process in run]
-    assert [process.returncode for process in run] == [0, 0], outputs
-    assert "ROMEO:\nI'll be\n" in outputs[1] and "failed" not in outputs[0]
+    assert [process.returncode for process in run] == [0, 0, 0], outputs
+    assert "ROMEO:\nI'll be\n" in outputs[2] and not any("failed" in output for output in outputs[:2])
+
+
+# ---- Whose tests
+
+def imported(path: Path) -> set[str]:
+    """The modules that are imported when this file is."""
+    found, nodes = set(), [*ast.parse(path.read_text(encoding="utf-8")).body]
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            nodes += ast.iter_child_nodes(node)
+    return found
+
+
+# Names of nanopaged and of nanopaged.sampling_params that features have
+HOMES = {f"{home}.{name}": f"nanopaged.features.{feature}.{name}" for home in ("nanopaged", "nanopaged.sampling_params")
+         for name, feature in (("BeamSearchParams", "beam"), ("StructuredOutputsParams", "structured"))}
+
+
+def features_imported(path: Path) -> set[str]:
+    """The features that are imported with this file of tests, or with a file of tests that it imports."""
+    found = {HOMES.get(name, name) for name in imported(path)}
+    helpers = [ROOT / f"{name.replace('.', '/')}.py" for name in found if name.startswith("nanopaged.tests.")]
+    return {name.split(".")[2] for name in found if name.startswith("nanopaged.features.")}.union(
+        *(features_imported(helper) for helper in helpers if helper.exists()))
+
+
+def test_the_cores_tests_import_no_feature():
+    """When they are collected, that is."""
+    files = {file: feature_of(file.name) for file in [ROOT / "test_paged.py", *files_of_tests()]}
+    assert {feature for feature in files.values() if feature} <= {*NAMES}
+    assert len([feature for feature in files.values() if feature]) > 20 < len(files)
+    assert {file.name: features for file, feature in files.items()
+            if not feature and (features := features_imported(file))} == {}
+
+
+def test_tests_of_a_feature_that_is_not_there_are_skipped_and_say_so(capfd):
+    """A file that imports it, a test that asks for it, and one that looks at what the program prints. Others run."""
+    files = [f"nanopaged/tests/test_{name}.py" for name in ("beam", "outputs", "readme")]
+    assert run_without(["samples"], ["-q", "-rs", *files, "-k", "beam or samples or traces or three_texts"]) == 0
+    told = capfd.readouterr().out
+    counts = re.findall(r"SKIPPED \[(\d)\] \S+ needs nanopaged/features/samples, which is not there", told)
+    assert sum(map(int, counts)) == 3 and "1 passed, 3 skipped" in told, told
 
 
 # ---- What the other files know of a feature
@@ -191,22 +254,24 @@ def test_the_chapters_and_the_ring_alone(tmp_path):
 KNOWN = dict(
     beams=("beam", "beam", 15), drafts=("draft|speculat|proposer", "drafts", 25),
     grammars=("grammar|structured|masks", "grammar|structured", 25),
-    windows_and_swapping=("swap|host_(table|block)|window", "swapping", 20),
+    windows_and_swapping=("swap|host_(table|block)|window", "swapping|kinds", 20),
+    kinds_of_layers=("layer_heads|with_groups|attention_shapes|shape_of|num_query_tiles", "kinds", 16),
     edits=("^edit|repetition|frequency_|presence_|logit_bias|bad_words|logits_processor", "edits", 15),
     trace=("(^|_)traced?$", "trace|frames|page", 8), server=("^serv(e|er|ing|ed)(_|$)", "server|ray_.*", 8),
     router=("pools|data_parallel|^routers?$", "router|(fused_)?experts|ray_data", 12))
 # What is neither a feature's nor the engine's: the table of options, settings and output formats. The trace shows what
-# all features do, and attention and the model's settings have sliding windows of their own.
-FORMATS = {"options.py", "sampling_params.py", "outputs.py", "trace.py", "frames.py", "page.py"}
+# all features do, a simulation does it, and attention and the model's settings have sliding windows of their own.
+FORMATS = {"options.py", "sampling_params.py", "outputs.py", "trace.py", "frames.py", "page.py", "simulate.py"}
 ATTENTION = {"kernel.py", "model.py", "tiles.py", "families.py", "rectangles.py", "warmup.py", "cascade.py",
              "hopper.py", "experts.py", "gpt_oss.py"}
 
 
-def identifiers(path: Path):
+@cache
+def identifiers(path: Path) -> list[str]:
     """The names in a file's code, those of imported modules among them."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        names = [getattr(node, field, None) for field in ("id", "attr", "arg", "name", "module")]
-        yield from (part for name in names if isinstance(name, str) for part in name.split("."))
+    names = [getattr(node, field, None) for node in ast.walk(ast.parse(path.read_text()))
+             for field in ("id", "attr", "arg", "name", "module")]
+    return [part for name in names if isinstance(name, str) for part in name.split(".")]
 
 
 def files_of_the_source():

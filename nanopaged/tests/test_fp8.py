@@ -11,11 +11,8 @@ import pytest
 import torch
 
 from nanopaged import SamplingParams, model
-from nanopaged.device import choices
 from nanopaged.features import fp8, fused
 from nanopaged.features.fp8 import in_fp8, multiply, quantize, read_weights
-from nanopaged.features.tensor_parallel import workers
-from nanopaged.tests import forked
 from nanopaged.tests.helpers import (
     CUDA,
     DEVICE,
@@ -31,7 +28,7 @@ from nanopaged.tests.helpers import (
     tokens_of,
     use_modules,
 )
-from nanopaged.tests.pretended import fp8_weight, plain_kernels
+from nanopaged.tests.pretended import fp8_weight, kept
 from nanopaged.tests.test_checkpoint import write_index, write_safetensors
 from nanopaged.weights import build
 from nanopaged.weights.build import random_tensors
@@ -183,7 +180,7 @@ def test_a_tied_matrix_in_8_bits(tmp_path):
 
 
 def test_two_ranks_cut_weights_that_were_multiplied(tmp_path, monkeypatch):
-    monkeypatch.setattr(workers, "Popen", forked.ForkedWorker)
+    fork_workers(monkeypatch)
     one, plain, path = pair(tmp_path, "compressed, per channel")
     expected = tokens_of(plain.generate(PROMPT, GREEDY))
     two = load(path, device="cpu", tensor_parallel_size=2)
@@ -299,34 +296,15 @@ def test_other_quantisations_keep_their_sentence(quantization, name):
 WHOLE = LLAMA | dict(hidden_size=256, head_dim=64, intermediate_size=512, num_key_value_heads=2)
 
 
-@pytest.fixture
-def pretends(monkeypatch):
-    """A CPU as a card with 8-bit products, also beside a GPU, for engines with device "cpu"."""
-    monkeypatch.setattr(fp8, "has_fp8_products", lambda device: True)
-    for patch in plain_kernels():
-        monkeypatch.setattr(*patch)
-    monkeypatch.setattr(forked, "FAULT", "pretend_kernels")
-
-
-@pytest.fixture
-def keeps(request):
-    """DEVICE is a card with 8-bit products, or pretends to be one."""
-    if not CUDA:
-        request.getfixturevalue("pretends")
-    elif not fp8.has_fp8_products(choices.pick_device(DEVICE)):
-        pytest.skip("this card has no 8-bit products")
+def fork_workers(monkeypatch):
+    from nanopaged.features.tensor_parallel import workers
+    from nanopaged.tests import forked
+    monkeypatch.setattr(workers, "Popen", forked.ForkedWorker)
 
 
 @pytest.fixture
 def ordinary(tmp_path):
     return write(tmp_path / "ordinary", WHOLE, tensors_of(WHOLE))
-
-
-def kept(llm):
-    """Weights in FP8, in float32, by our names."""
-    tensors = dict(llm.runner.model.named_parameters())
-    return {name: fp8_weight(tensor, tensors[name.replace("weight", "scale")]) for name, tensor in tensors.items()
-            if tensor.dtype is FP8}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -424,7 +402,7 @@ def test_merged_matrices_keep_8_bits(tmp_path, form, keeps):
 @pytest.mark.parametrize("options", [dict(tensor_parallel_size=2), dict(data_parallel_size=2)], ids=str)
 def test_cards_convert_blocks(tmp_path, options, pretends, monkeypatch, capsys):
     """Ranks cut matrices inside of a block."""
-    monkeypatch.setattr(workers, "Popen", forked.ForkedWorker)
+    fork_workers(monkeypatch)
     llm, plain, _ = pair(tmp_path, "Qwen3, blocks", **options)
     assert capsys.readouterr().err.count("weights in FP8 blocks of 128 x 128 are converted to float32: 0.0 GiB") == 1
     assert_same_weights(llm, plain)
@@ -464,7 +442,7 @@ def test_ordinary_matrices_of_an_fp8_checkpoint(tmp_path, keeps):
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
 def test_two_ranks_cut_weights_with_their_scales(tmp_path, pretends, monkeypatch, enforce_eager):
-    monkeypatch.setattr(workers, "Popen", forked.ForkedWorker)
+    fork_workers(monkeypatch)
     stored, _ = quantised(tensors_of(WHOLE), "compressed, per channel")
     path = write(tmp_path / "stored", WHOLE, stored, compressed("channel"))
     one, two = (load(path, device="cpu", tensor_parallel_size=size, enforce_eager=enforce_eager) for size in (1, 2))

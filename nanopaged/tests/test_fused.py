@@ -4,14 +4,10 @@ import json
 import pytest
 import torch
 
-from model import ACTIVATIONS, LastLayer, Layer, activate
+from model import ACTIVATIONS, activate
 from nanopaged import LLM, SamplingParams, kernel
-from nanopaged.device.sampler import mix, pick
 from nanopaged.features import fused as fused_module
-from nanopaged.features import last_layer
 from nanopaged.features.fused import fused_add_norm, num_partial_products, partial_products
-from nanopaged.features.last_layer import ShortLastLayer
-from nanopaged.features.pick import pick as pick_in_triton
 from nanopaged.tests.helpers import (
     CUDA,
     DEVICE,
@@ -119,21 +115,6 @@ def test_which_products_have_few_rows():
     assert not chosen(2, 2048, torch.float32) and chosen(1, 2048, torch.float32)
 
 
-@needs_kernel
-@pytest.mark.parametrize("vocab_size", [1, 70, 5000])
-def test_picking_a_token(vocab_size):
-    """The kernel's tokens are those of the definition in torch, except where two scores tie but for rounding."""
-    logits = torch.randn(8, vocab_size, device=DEVICE) * 3
-    temperature = torch.tensor([0, 1, 0.7, 2, 1e-3, 1, 1e-6, 10], device=DEVICE)
-    seeds = torch.tensor([mix(i) for i in range(8)], device=DEVICE)
-    positions = torch.arange(8, device=DEVICE) + 100
-    tokens = pick_in_triton(logits, temperature, seeds, positions)
-    assert tokens.dtype is torch.int64 and torch.equal(tokens, pick(logits, temperature, seeds, positions))
-    logits[1, 0], logits[2, -1], logits[3], logits[4, 1:] = torch.nan, torch.inf, -torch.inf, -torch.inf
-    tokens[1:4], tokens[4] = -1, 0
-    assert torch.equal(pick_in_triton(logits, temperature, seeds, positions), tokens)
-
-
 @pytest.mark.parametrize("intermediate_size", [512, 8960])  # a row's sum goes over at most 1,024 numbers at a time
 def test_fused_modules_compute_what_the_plain_ones_do(tmp_path, monkeypatch, intermediate_size):
     """On a GPU with the kernels and CUDA graphs. On a CPU the kernels' plain forms run in the same modules."""
@@ -163,31 +144,6 @@ def test_fused_modules_compute_what_the_plain_ones_do(tmp_path, monkeypatch, int
         assert [token for token, _ in ours] == [token for token, _ in theirs]
         assert [x.logprob for _, x in ours] == pytest.approx([x.logprob for _, x in theirs], abs=1e-3)
     assert (64 if CUDA else 3) in cut and max(cut) <= 256 and 1 not in cut  # three tokens are a step of 64 there
-
-
-@pytest.mark.parametrize("max_num_batched_tokens", [8192, 7])
-def test_the_last_layer_computes_what_the_plain_one_does(max_num_batched_tokens):
-    params = [SamplingParams(temperature=0, max_tokens=6, logprobs=1, prompt_logprobs=wanted, ignore_eos=True)
-              for wanted in (None, 2, None)]
-
-    def run(skips):
-        llm = load("qwen3", max_num_batched_tokens=max_num_batched_tokens, enforce_eager=True)
-        if skips:
-            use_modules(llm, last_layer.MODULES)
-        outputs = llm.generate([[1, 2, 3], [4, 5, 6, 7, 8, 9], [7] * 30], params)
-        found = [logprobs for output in outputs for logprobs in output.outputs[0].logprobs]
-        found += outputs[1].prompt_logprobs[1:]
-        return [[(token, entry.logprob) for token, entry in entries.items()] for entries in found]
-
-    for ours, theirs in zip(run(True), run(False), strict=True):
-        assert [token for token, _ in ours] == [token for token, _ in theirs]
-        assert [logprob for _, logprob in ours] == pytest.approx([logprob for _, logprob in theirs], abs=1e-4)
-
-
-def test_enforce_eager_leaves_the_plain_layers():
-    for enforce_eager, expected in ((True, LastLayer), (False, ShortLastLayer)):
-        llm = LLM(str(GOLDEN / "qwen3"), device="cpu", num_blocks=8, enforce_eager=enforce_eager)
-        assert type(llm.runner.model.layers[-1]) is expected and type(llm.runner.model.layers[0]) is Layer
 
 
 def test_partial_products_add_up_to_the_product():

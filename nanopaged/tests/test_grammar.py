@@ -20,7 +20,6 @@ from nanopaged.features.grammar import compiler_of, source_of
 from nanopaged.tests.helpers import BUNDLED, GOLDEN, complaint, freed_at_once, load, write_files
 from nanopaged.tests.helpers import run as run_checked
 from nanopaged.tests.test_drafts import assert_prints_the_readmes_trace
-from nanopaged.tests.test_graphs import record_graphs
 from nanopaged.tests.test_tokenizer import DEEPSEEK
 from nanopaged.text.tokenizer import load_tokenizer
 
@@ -476,6 +475,7 @@ def test_the_command_line_and_prompt_files(llguidance, tmp_path, capsys):
 
 def test_steps_replayed_by_pretended_graphs(expected, monkeypatch):
     llm = load(device="cpu", max_num_seqs=16, num_blocks=30, block_size=4)
+    from nanopaged.tests.test_graphs import record_graphs
     monkeypatch.setattr("nanopaged.tests.test_graphs.CUDA", False)
     replayed = record_graphs(llm, monkeypatch)
     assert mixed(llm) == expected

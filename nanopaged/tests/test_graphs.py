@@ -3,6 +3,7 @@
 On a CPU a pretended graph does again what was done while it was recorded."""
 
 import threading
+from importlib import import_module
 
 import pytest
 import torch
@@ -13,14 +14,13 @@ from nanopaged.api.assemble import runner_class
 from nanopaged.device.runner import Runner
 from nanopaged.device.step_input import StepInput
 from nanopaged.features import graphs
-from nanopaged.features.cascade import Cascade, CascadeRunner
-from nanopaged.features.grammar import Masks
 from nanopaged.features.graphs import GraphRunner
 from nanopaged.tests.helpers import (
     CUDA,
     GREEDY,
     PROMPT,
     expectations,
+    if_there,
     load,
     needs_gpu,
     tokens_of,
@@ -68,8 +68,11 @@ def record_graphs(llm, monkeypatch):
     that are replayed."""
     runner, replayed = llm.runner, []
     if not CUDA:
-        runner.__class__, runner.graphs = runner_class([CascadeRunner, GraphRunner]), {}
-        for kind in (GraphRunner, Masks):
+        cascade, grammar = if_there("cascade"), if_there("grammar")
+        mixins = [import_module("nanopaged.features.kinds.device").KindsRunner] if runner.config.groups else []
+        mixins += [cascade.CascadeRunner] if cascade else []
+        runner.__class__, runner.graphs = runner_class([*mixins, GraphRunner]), {}
+        for kind in [GraphRunner, grammar.Masks] if grammar else [GraphRunner]:
             monkeypatch.setattr(kind, "_static_step", pretend_to_record(kind._static_step))
         for patch in plain_kernels():
             monkeypatch.setattr(*patch)
@@ -88,6 +91,7 @@ SHORTAGES = [{}, dict(max_num_batched_tokens=7), dict(max_num_seqs=2, max_num_ba
 
 @pytest.mark.parametrize("variant, options", [
     *(("qwen3", options) for options in SHORTAGES), ("gpt2", SHORTAGES[3]), ("mistral", SHORTAGES[1]),
+    ("gemma3-groups", SHORTAGES[1]), ("qwen2-groups", dict(num_blocks=12, block_size=8)),
     *((variant, {}) for variant in ("gpt2", "mistral", "phi3", "smollm3", "olmo3", "gemma3", "qwen3-moe", "olmoe",
                                  "granite-moe-shared"))], ids=str)
 def test_outputs_of_replayed_steps(monkeypatch, variant, options):
@@ -183,15 +187,6 @@ def test_recording_while_another_thread_uses_the_device():
         is_done.set()
         thread.join()
     assert not failures and all(tokens == outputs[0] for tokens in outputs)
-
-
-def test_every_recorded_step_has_room_for_a_cascade(monkeypatch):
-    llm = load(graphs=True, max_num_batched_tokens=256, dtype="bfloat16" if CUDA else "float32")
-    if not CUDA:
-        llm.runner.cascade = Cascade(16, 64, 4)
-    record_graphs(llm, monkeypatch)
-    shapes = [shape._replace(num_entries=llm.runner.cascade.rooms[-1]) for shape in llm.runner.graphs]
-    assert max(sum(shape.layout) for shape in shapes) == len(llm.runner.graph_input)
 
 
 def test_a_short_chunk_as_rows_of_one_token_each():

@@ -12,8 +12,7 @@ import torch
 
 import kernel
 from nanopaged import tiles
-from nanopaged.features import rectangles
-from nanopaged.tests.helpers import ROOT
+from nanopaged.tests.helpers import ROOT, needs
 from nanopaged.tiles import cdiv
 
 
@@ -68,6 +67,7 @@ def test_a_chunk_sees_the_keys_up_to_its_own():
 
 
 def test_slots_of_two_contexts_of_different_lengths():
+    from nanopaged.features import rectangles
     drawing = re.findall(r"block table (\d) (\d), (\d) tokens    slots +([ \d]+) mask +(0(?: 0| -inf){6})",
                          rectangles.__doc__)
     tables, lens = [[int(word) for word in row[:2]] for row in drawing], [int(row[2]) for row in drawing]
@@ -101,6 +101,7 @@ def test_the_length_of_a_split():
 
 # ---- The kernels, compiled for GPUs that this machine may not have
 
+@needs("cascade", "fp8", "fused", "fused_experts", "hopper", "pick")
 @pytest.mark.skipif(not find_spec("triton"), reason="needs Triton")
 def test_the_kernels_compile_and_fit_the_devices_shared_memory():
     """The interpreter accepts code that the compiler refuses. This test compiles a few configurations, and

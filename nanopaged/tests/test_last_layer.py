@@ -1,7 +1,11 @@
 """The last layer computes the rows that need logits, and no others."""
-from nanopaged import SamplingParams
+import pytest
+
+from model import LastLayer, Layer
+from nanopaged import LLM, SamplingParams
 from nanopaged.features import last_layer
-from nanopaged.tests.helpers import GREEDY, as_rows, load
+from nanopaged.features.last_layer import ShortLastLayer
+from nanopaged.tests.helpers import GOLDEN, GREEDY, as_rows, load, use_modules
 
 
 def test_the_rows_of_the_last_layer():
@@ -48,3 +52,28 @@ def test_the_last_layer_attends_only_for_what_samples():
         llm.add_request(prompt, SamplingParams(max_tokens=1))
     llm.step()
     assert rows == [4] * (layers - 1) + [3]
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", [8192, 7])
+def test_the_last_layer_computes_what_the_plain_one_does(max_num_batched_tokens):
+    params = [SamplingParams(temperature=0, max_tokens=6, logprobs=1, prompt_logprobs=wanted, ignore_eos=True)
+              for wanted in (None, 2, None)]
+
+    def run(skips):
+        llm = load("qwen3", max_num_batched_tokens=max_num_batched_tokens, enforce_eager=True)
+        if skips:
+            use_modules(llm, last_layer.MODULES)
+        outputs = llm.generate([[1, 2, 3], [4, 5, 6, 7, 8, 9], [7] * 30], params)
+        found = [logprobs for output in outputs for logprobs in output.outputs[0].logprobs]
+        found += outputs[1].prompt_logprobs[1:]
+        return [[(token, entry.logprob) for token, entry in entries.items()] for entries in found]
+
+    for ours, theirs in zip(run(True), run(False), strict=True):
+        assert [token for token, _ in ours] == [token for token, _ in theirs]
+        assert [logprob for _, logprob in ours] == pytest.approx([logprob for _, logprob in theirs], abs=1e-4)
+
+
+def test_enforce_eager_leaves_the_plain_layers():
+    for enforce_eager, expected in ((True, LastLayer), (False, ShortLastLayer)):
+        llm = LLM(str(GOLDEN / "qwen3"), device="cpu", num_blocks=8, enforce_eager=enforce_eager)
+        assert type(llm.runner.model.layers[-1]) is expected and type(llm.runner.model.layers[0]) is Layer

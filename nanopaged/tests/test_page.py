@@ -8,7 +8,8 @@ import subprocess
 
 import pytest
 
-from nanopaged import BeamSearchParams, SamplingParams
+import nanopaged
+from nanopaged import SamplingParams
 from nanopaged.cli.main import main
 from nanopaged.features.frames import VERSION
 from nanopaged.features.page import Page
@@ -70,7 +71,8 @@ def recorded(tmp_path, run, most_frames=10_000, **options) -> tuple[Witness, dic
 SAMPLES = SamplingParams(n=2, seed=1, max_tokens=28, temperature=0.8)
 RUNS = {
     "samples": (lambda llm: llm.generate(PROMPTS, SAMPLES), dict(), {"arrived", "found", "forked", "copied"}),
-    "beams": (lambda llm: llm.beam_search(PROMPTS, BeamSearchParams(3, 12)), dict(), {"beams", "forked", "copied"}),
+    "beams": (lambda llm: llm.beam_search(PROMPTS, nanopaged.BeamSearchParams(3, 12)), dict(),
+              {"beams", "forked", "copied"}),
     "lookahead": (lambda llm: llm.generate(PROMPTS, SAMPLES), dict(lookahead=1), {"late", "copied", "preempted"}),
     "two GPUs, swapping": (lambda llm: llm.generate([*PROMPTS, "<!--<script>"], SAMPLES),  # could end the page's script
                            dict(data_parallel_size=2, num_blocks=14, swap_space=0.001),

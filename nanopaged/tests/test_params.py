@@ -7,8 +7,9 @@ from inspect import signature
 
 import pytest
 
-from nanopaged.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams, read_override
-from nanopaged.tests.helpers import complaint
+import nanopaged
+from nanopaged.sampling_params import SamplingParams, read_override
+from nanopaged.tests.helpers import complaint, needs
 
 FLAGS = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
 COUNTS = ("logprobs", "prompt_logprobs")
@@ -55,7 +56,12 @@ GOOD = {
     "logits_processors": [None, [], (max, lambda token_ids, logits: logits)],
 } | dict.fromkeys(FLAGS, [True, False]) | dict.fromkeys(COUNTS, [None, -1, 0, 10**9]) | dict.fromkeys(
     PENALTIES, [0, -2, 2, 0.5, Fraction(1, 2)])
-BEAMS = partial(BeamSearchParams, beam_width=4)
+
+
+def beams(**settings):
+    return nanopaged.BeamSearchParams(**dict(beam_width=4) | settings)
+
+
 BAD_BEAMS = {
     "beam_width": [*NO_INTEGER, None, 0, 16_385, 2**70],
     "max_tokens": [*NO_INTEGER, None, 0],
@@ -75,8 +81,8 @@ PARTS += [("bad_words", ["x", [5], [6, token]], token) for token in ("1", 1.0, N
 PARTS += [("logit_bias", {0: 0.5, 1: number}, number) for number in ("1", None, True, 1j, [1], math.nan)]
 
 
-def cases(make, table):
-    return [(make, name, value, value) for name, values in table.items() for value in values]
+def cases(make, table, marks=()):
+    return [pytest.param(make, name, value, value, marks=marks) for name, values in table.items() for value in values]
 
 
 def refusal(**settings) -> str:
@@ -85,11 +91,11 @@ def refusal(**settings) -> str:
 
 def test_the_tables_name_every_field():
     assert set(BAD) == set(GOOD) == {field.name for field in fields(SamplingParams)} - {"structured_outputs"}
-    assert set(BAD_BEAMS) == set(GOOD_BEAMS) == {field.name for field in fields(BeamSearchParams)}
+    assert set(BAD_BEAMS) == set(GOOD_BEAMS) == {field.name for field in fields(nanopaged.BeamSearchParams)}
 
 
 @pytest.mark.parametrize("make, name, value, wrong", [
-    *((SamplingParams, *part) for part in PARTS), *cases(SamplingParams, BAD), *cases(BEAMS, BAD_BEAMS)],
+    *((SamplingParams, *part) for part in PARTS), *cases(SamplingParams, BAD), *cases(beams, BAD_BEAMS, needs("beam"))],
     ids=lambda value: f"{value!r:.30}".partition(" at 0x")[0])
 def test_a_wrong_value_is_refused_with_its_name(make, name, value, wrong):
     """The sentence quotes what is wrong, in a list or a dict the wrong part."""
@@ -172,8 +178,9 @@ def test_a_generation_config_out_of_range_is_blamed():
     assert complaint(SamplingParams.from_generation_config, QWEN3, min_p=2).startswith("min_p must be ")
 
 
-@pytest.mark.parametrize("make, name, value, _", [*cases(SamplingParams, GOOD), *cases(BEAMS, GOOD_BEAMS)],
-                         ids=lambda value: f"{value!r:.30}")
+@pytest.mark.parametrize("make, name, value, _", [
+    *cases(SamplingParams, GOOD), *cases(beams, GOOD_BEAMS, needs("beam"))],
+    ids=lambda value: getattr(value, "__name__", f"{value!r:.30}"))
 def test_edge_values_pass_unchanged(make, name, value, _):
     """Only fractions change, which become floats, and collections of token ids, which become lists."""
     kept = getattr(make(**{name: value}), name)
@@ -193,10 +200,10 @@ def test_numbers_of_numpy_become_those_of_python(kind):
     ids = dict(stop_token_ids=[one], allowed_token_ids={one}, logit_bias={one: one}) if is_integer else {}
     params = SamplingParams(**{"logit_bias": {1: one}} | {name: one for name in names} | ids)
     numbers = [*(getattr(params, name) for name in names), *params.logit_bias.values()]
-    beams = BeamSearchParams(one if is_integer else 2, length_penalty=one, temperature=one - one)
-    assert {(type(x), x) for x in [*numbers, beams.length_penalty]} == {(int if is_integer else float, 1)}
+    search = nanopaged.BeamSearchParams(one if is_integer else 2, length_penalty=one, temperature=one - one)
+    assert {(type(x), x) for x in [*numbers, search.length_penalty]} == {(int if is_integer else float, 1)}
     if is_integer:
-        numbers = [*params.stop_token_ids, *params.allowed_token_ids, *params.logit_bias, beams.beam_width]
+        numbers = [*params.stop_token_ids, *params.allowed_token_ids, *params.logit_bias, search.beam_width]
         assert {(type(x), x) for x in numbers} == {(int, 1)}
     else:
         assert refusal(temperature=one * math.inf) == "temperature must be a number from 0 to 1e6, not inf"
@@ -209,20 +216,25 @@ def test_the_defaults_are_valid_and_those_of_the_design():
         logprobs=None, prompt_logprobs=None, detokenize=True, skip_special_tokens=True,
         include_stop_str_in_output=False, logit_bias=None, allowed_token_ids=None, bad_words=None,
         logits_processors=None)
-    assert BeamSearchParams(4) == BeamSearchParams(
+    assert nanopaged.BeamSearchParams(4) == nanopaged.BeamSearchParams(
         beam_width=4, max_tokens=16, length_penalty=1.0, ignore_eos=False, early_stopping=False, temperature=0.0)
 
 
 @pytest.mark.parametrize("call, name, advice", [
-    (SamplingParams, "max_token", "did you mean 'max_tokens'?"), (BEAMS, "beam_widths", "did you mean 'beam_width'?"),
+    (SamplingParams, "max_token", "did you mean 'max_tokens'?"),
+    pytest.param(beams, "beam_widths", "did you mean 'beam_width'?", marks=needs("beam")),
     (SamplingParams, "guided_decoding", "help(nanopaged.SamplingParams) lists its settings"),
-    (StructuredOutputsParams, "jsn", "did you mean 'json'?"),
-    (lambda **given: SamplingParams(structured_outputs=given), "rgex", "did you mean 'regex'?"),
-    (lambda **given: SamplingParams(structured_outputs=given), "x", "there are json, regex, choice, grammar, json_obj"),
+    *(pytest.param(*case, marks=needs("structured")) for case in (
+        (lambda **given: nanopaged.StructuredOutputsParams(**given), "jsn", "did you mean 'json'?"),
+        (lambda **given: SamplingParams(structured_outputs=given), "rgex", "did you mean 'regex'?"),
+        (lambda **given: SamplingParams(structured_outputs=given), "x", "there are json, regex, choice, grammar, js"))),
     (lambda **given: read_override(given), "top_n", "did you mean 'top_p'?")])
 def test_an_unknown_setting_is_refused_with_the_nearest(call, name, advice):
     message = complaint(call, **{name: 1})
     assert " has no " in message and f"{name!r}; {advice}" in message
     assert "max_tokens: int | None = 16" in str(signature(SamplingParams))  # which help() shows
+
+
+def test_a_beam_width_has_no_default():
     with pytest.raises(TypeError, match="beam_width"):
-        BeamSearchParams()
+        nanopaged.BeamSearchParams()

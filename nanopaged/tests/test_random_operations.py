@@ -8,12 +8,6 @@ import pytest
 
 from engine import BlockManager, Scheduler, Status, cdiv
 from nanopaged.api.core import sequence_class
-from nanopaged.features.beam import BeamSearch
-from nanopaged.features.drafts import Drafter, Drafting, DraftingScheduler, DraftSequence
-from nanopaged.features.grammar import GrammarSequence
-from nanopaged.features.router import Router
-from nanopaged.features.samples import Samples, SampleSequence
-from nanopaged.features.swapping import Swapping
 from nanopaged.tests.fake_model import ARRIVALS, FakeModel, sequence
 from nanopaged.tests.helpers import check_books
 
@@ -61,6 +55,12 @@ PARAMS = SimpleNamespace(logprobs=None, edits_logits=False, logits_processors=No
 
 
 def random_operations(count, num_pools, rng, events):
+    from nanopaged.features.beam import BeamSearch
+    from nanopaged.features.drafts import Drafter, Drafting, DraftingScheduler, DraftSequence
+    from nanopaged.features.grammar import GrammarSequence
+    from nanopaged.features.router import Router
+    from nanopaged.features.samples import Samples, SampleSequence
+    from nanopaged.features.swapping import Swapping
     block_size, max_len = rng.choice([1, 2, 3, 4, 8]), rng.choice([20, 40])
     window, num_host_blocks, caching = rng.choice([0, 0, 1, 5, 11]), rng.choice([0, 5, 50]), rng.random() < 0.8
     num_blocks = cdiv(window or max_len, block_size) + 2 + rng.randint(0, 20)
@@ -186,6 +186,7 @@ def test_random_operations_keep_every_promise(seed):
 
 def test_forced_tokens_are_computed_once():
     """A step is under way when a grammar forces other tokens. It has computed the sampled one, which is right."""
+    from nanopaged.features.grammar import GrammarSequence
     model = FakeModel(Scheduler(BlockManager(64, 4), 256, 8192), lookahead=1)
     grammar = SimpleNamespace(on_token=lambda seq, token, _: [token, 1, 2])
     seq = sequence(range(8), max_new=12, kind=GrammarSequence, sampling=SimpleNamespace(params=PARAMS))

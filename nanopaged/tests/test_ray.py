@@ -13,16 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from nanopaged.tests.helpers import ROOT
+from nanopaged.tests.helpers import ROOT, if_there, needs, wait_until
 from nanopaged.tests.test_cli import run as run_cli
 from nanopaged.tests.test_readme import REFERENCE
-from nanopaged.tests.test_server import wait_until
 
 ray = pytest.importorskip("ray", reason="Ray is optional; .ci/run installs it for its last part")
 serve = pytest.importorskip("ray.serve", reason="Ray Serve is optional; .ci/run installs it for its last part")
 
-from nanopaged.features import ray_data, ray_serve  # noqa: E402  they need Ray
-
+ray_data, ray_serve = map(if_there, ("ray_data", "ray_serve"))  # they need Ray
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Ray's own
 KEY = "sesame"
 SMALL = dict(device="cpu", num_blocks="1024", model="shakespeare", num_gpus="0", num_cpus="0.5")
@@ -97,6 +95,7 @@ def by_the_command_line() -> list[dict]:
     return sorted(results(Path("alone.jsonl")), key=lambda result: result["line"])
 
 
+@needs("ray_data")
 def test_the_command_for_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_lines(ray_data.BLOCK + 9)
@@ -111,6 +110,7 @@ def test_the_command_for_files(tmp_path, monkeypatch):
             ray_data.main(*wrong)
 
 
+@needs("ray_data")
 def test_every_line_once_though_an_actor_is_killed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     raw, rows, actors = write_lines(600), [], set()
@@ -131,7 +131,7 @@ def test_every_line_once_though_an_actor_is_killed(tmp_path, monkeypatch):
 
 # ---- Serve
 
-class FirstOneBreaks(ray_serve.Nanopaged.func_or_class):
+class FirstOneBreaks(ray_serve.Nanopaged.func_or_class if ray_serve else object):
     """Of all replicas, the steps of the first one fail."""
 
     async def __init__(self, **options) -> None:
@@ -201,6 +201,7 @@ def num_running() -> int:
 
 @pytest.fixture(scope="module")
 def client(cluster):
+    from nanopaged.features import ray_serve
     client = Client()
     serve.start(http_options={"port": client.port}, logging_config={"log_level": "ERROR"})
     with pytest.MonkeyPatch.context() as patch:

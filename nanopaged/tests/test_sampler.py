@@ -17,11 +17,12 @@ import torch
 from nanopaged.device import sampler
 from nanopaged.device.logits import kept_tokens
 from nanopaged.device.sampler import SamplingNeeds, gumbel, mix, pack_settings, pick
-from nanopaged.features.pick import pick as pick_in_triton
+from nanopaged.tests.helpers import if_there
 
-sample = partial(sampler.sample, pick=pick_in_triton if torch.cuda.is_available() else pick)
 GOLDEN = Path(__file__).parents[1] / "golden"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+in_triton = if_there("pick") if torch.cuda.is_available() else None
+sample = partial(sampler.sample, pick=in_triton.pick if in_triton else pick)
 DEFAULTS = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 INT64_MAX, INT64_MIN = 2**63 - 1, -2**63
 

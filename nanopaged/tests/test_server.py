@@ -28,10 +28,10 @@ from nanopaged import SamplingParams
 from nanopaged.features.server.answers import CHAT
 from nanopaged.features.server.openai import Serving
 from nanopaged.features.server.responses import RESPONSES
-from nanopaged.tests.helpers import ROOT, load, shared
+from nanopaged.tests.helpers import ROOT, load, shared, wait_until
 from nanopaged.tests.test_cli import TEMPLATE, assert_refused, at_each_step
 from nanopaged.tests.test_cli import run as run_cli
-from nanopaged.tests.test_openai import TOOLS, needs_grammar, serving_of
+from nanopaged.tests.test_server_openai import TOOLS, needs_grammar, serving_of
 
 REASON = "the server's packages are optional; .ci/run installs them for its last part"
 uvicorn = pytest.importorskip("uvicorn", reason=REASON)
@@ -136,13 +136,6 @@ def is_refused(port: int) -> bool:
         socket.create_connection(("127.0.0.1", port), timeout=5).close()
         return False
     return True
-
-
-def wait_until(condition, seconds=20):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from nanopaged import SamplingParams
-from nanopaged.features.edits import encode_bad_words
 from nanopaged.tests.helpers import BUNDLED, PROMPT, load, prompt_logits, shared
 
 
@@ -46,6 +45,7 @@ def test_settings_mean_the_same_in_any_batch(options):
 
 
 def test_settings_do_what_they_say():
+    from nanopaged.features.edits import encode_bad_words
     llm = load()
 
     def run(**settings):

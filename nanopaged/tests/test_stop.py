@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from nanopaged import LLM, BeamSearchParams, SamplingParams
+import nanopaged
+from nanopaged import LLM, SamplingParams
 from nanopaged.features.stop import StopChecker
 from nanopaged.tests.helpers import GOLDEN
 from nanopaged.text.tokenizer import load_tokenizer
@@ -84,7 +85,7 @@ def test_the_first_generated_space_is_text(llama2):
 
 
 def test_beams_go_on_after_the_prompt(llama2):
-    output, = llama2.beam_search(PROMPT, BeamSearchParams(beam_width=32, max_tokens=1))
+    output, = llama2.beam_search(PROMPT, nanopaged.BeamSearchParams(beam_width=32, max_tokens=1))
     for sample, sequence in zip(output.outputs, output.sequences):
         assert sequence.text == llama2.tokenizer.decode(sequence.tokens, skip_special_tokens=True)
         assert PROMPT + sample.text == sequence.text

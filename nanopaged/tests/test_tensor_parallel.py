@@ -20,9 +20,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nanopaged import SamplingParams, StructuredOutputsParams
+import nanopaged
+from nanopaged import SamplingParams
 from nanopaged.cli.main import main
-from nanopaged.features import fused
 from nanopaged.features.tensor_parallel import workers
 from nanopaged.features.tensor_parallel.peers import ExchangeStore, GpuPeers, NcclPeers
 from nanopaged.features.tensor_parallel.split import find_cuts
@@ -74,7 +74,8 @@ def assert_as_on_one_device(llm, prompts, params, model="qwen3"):
                                            - {"olmo2", "olmo3", *helpers.MIXTURES}))
 def test_two_ranks_compute_what_transformers_computes(monkeypatch, variant):
     """Also one text alone, on a CPU without Triton's interpreter, which would take minutes."""
-    monkeypatch.setattr(fused, "few_rows_linear", None)
+    if fused := helpers.if_there("fused"):
+        monkeypatch.setattr(fused, "few_rows_linear", None)
     llm = split(variant)
     for prompts in (slice(None), slice(1)):
         assert_golden(llm, variant, prompts)
@@ -118,7 +119,7 @@ def test_drafts():
 def test_grammars():
     pytest.importorskip("llguidance")
     params = SamplingParams(temperature=0.9, seed=3, max_tokens=40,
-                            structured_outputs=StructuredOutputsParams(regex="(I|We) am [a-z]{2}, and [0-9] years old"))
+                            structured_outputs=dict(regex="(I|We) am [a-z]{2}, and [0-9] years old"))
     plain = SamplingParams(temperature=0.9, seed=5, max_tokens=10, ignore_eos=True)
     for lookahead in (0, 1):
         llm = split("shakespeare", lookahead=lookahead)
@@ -184,7 +185,7 @@ def end(llm):
         llm.generate(PROMPT, SamplingParams(max_tokens=100, ignore_eos=True))
     assert_gone(*pids, within=0)
     for call in (lambda: llm.generate(PROMPT), lambda: llm.add_request(PROMPT), llm.step, llm.reset_prefix_cache,
-                 lambda: next(llm.stream(PROMPT)), lambda: llm.beam_search(PROMPT, helpers.BEAMS)):
+                 lambda: next(llm.stream(PROMPT)), lambda: llm.beam_search(PROMPT, nanopaged.BeamSearchParams(2))):
         with pytest.raises(EngineDeadError, match=f"^{re.escape(str(first.value))}$"):
             call()
     assert not llm.has_unfinished_requests() and not llm.scheduler.running

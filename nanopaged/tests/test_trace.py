@@ -10,8 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
+import nanopaged
 from engine import Sampled
-from nanopaged import LLM, BeamSearchParams, SamplingParams, engine
+from nanopaged import LLM, SamplingParams, engine
 from nanopaged.features.frames import NULL, Frames, letters
 from nanopaged.features.trace import Trace, _fit, _listing
 from nanopaged.tests.helpers import complaint, load
@@ -240,7 +241,7 @@ def test_beam_search():
     printed = []
     for options in dict(), dict(num_blocks=14), dict(num_blocks=14, swap_space=0.01, max_num_seqs=2):
         witness, lines = witnessed(llm := small(**options))
-        llm.beam_search([COMMON + [1, 2, 3], COMMON], BeamSearchParams(beam_width=3, max_tokens=8))
+        llm.beam_search([COMMON + [1, 2, 3], COMMON], nanopaged.BeamSearchParams(beam_width=3, max_tokens=8))
         assert_lines_fit(lines)
         witness.assert_all_told(len(sections(lines)))
         second = sections(lines)[1]

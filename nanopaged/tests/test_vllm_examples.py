@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanopaged import LLM, BeamSearchParams, RequestOutput, SamplingParams, TextPrompt
+import nanopaged
+from nanopaged import LLM, RequestOutput, SamplingParams, TextPrompt
 from nanopaged.api import core
-from nanopaged.features import hub
 from nanopaged.tests.helpers import BUNDLED, GOLDEN, complaint, write_files
 from nanopaged.tests.test_cli import Screen
 from nanopaged.text.tokenizer import load_tokenizer
@@ -42,7 +42,7 @@ def model(tmp_path_factory):
             "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}",
     }, [BUNDLED / "model.safetensors", *(GOLDEN / "tokenizers" / "opt").iterdir()])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hub, "download", lambda *_: folder)
+        patch.setattr("nanopaged.features.hub.download", lambda *_: folder)
         patch.setattr(torch.cuda, "is_available", lambda: False)
         yield
 
@@ -102,7 +102,8 @@ def test_a_second_run_gives_the_same_texts():
 
 def test_beam_search(llm):
     """vLLM's beams are sequences, whose tokens and text begin with the prompt (test_beam.py has their scores)."""
-    params = BeamSearchParams(beam_width=4, max_tokens=10, ignore_eos=True, temperature=0.0, length_penalty=1.0)
+    params = nanopaged.BeamSearchParams(beam_width=4, max_tokens=10, ignore_eos=True, temperature=0.0,
+                                        length_penalty=1.0)
     for output in llm.beam_search([{"prompt_token_ids": TOKENIZER.encode(PROMPTS[0])}, {"prompt": PROMPTS[0]}], params):
         assert len(output.sequences) == 4
         for sequence, sample in zip(output.sequences, output.outputs, strict=True):
@@ -173,7 +174,7 @@ def test_methods_for_pooling_models_get_a_sentence(method, llm):
 def test_use_tqdm(monkeypatch, llm):
     """A bar is drawn on a terminal and in a notebook's cell, and gone at the end. By default beam_search has none."""
     cell = type("OutStream", (io.StringIO,), dict(__module__="ipykernel.iostream"))
-    beams = BeamSearchParams(beam_width=2, max_tokens=3)
+    beams = nanopaged.BeamSearchParams(beam_width=2, max_tokens=3)
 
     def drawn(call, *args, stderr=Screen, **how) -> str:
         monkeypatch.setattr(sys, "stderr", stderr())

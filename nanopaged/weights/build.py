@@ -6,6 +6,7 @@ A checkpoint's tensors become the decoder's parameters in three moves. Each save
     `unmerge`
       one matrix of q, k and v, or of gate and up          GPT-2, Phi-3          its parts
       one tensor of all experts' matrices                  Granite's mixtures    one matrix for each expert
+                                                           (of transformers 5 all mixtures)
     `load_weights`
       names of its own                                     all                   the decoder's (config.names)
       q_proj, k_proj, v_proj; gate_proj, up_proj           all                   rows of qkv_proj; of gate_up_proj
@@ -16,6 +17,7 @@ A checkpoint's tensors become the decoder's parameters in three moves. Each save
       a norm's weight minus 1                              Gemma 3               the weight
       a divisor of the logits, in config.json              Granite               a divisor of the last norm's weight
       heads of which only the first numbers rotate         Phi-4-mini            heads with rows in another order
+      heads whose neighbours rotate together               ERNIE 4.5             the same
 
 **Partial rope** (Phi-4-mini): the first numbers of a head rotate, and a pair is number i of their first half and number
 i of their second half. The kernels pair the halves of the whole head. Here the rows of q and k change places, which
@@ -23,6 +25,8 @@ leaves all products of q and k as they are:
 
     head_dim 8, of which 6 rotate    stored    a0 a1 a2 b0 b1 b2 c0 d0      pairs (a0, b0) (a1, b1) (a2, b2)
                                      here      a0 a1 a2 c0 b0 b1 b2 d0      the same, and (c0, d0) with the angle 0
+
+**Interleaved rope** (ERNIE 4.5): a pair is two neighbours, a0 b0 a1 b1 a2 b2. Here they are a0 a1 a2 b0 b1 b2.
 """
 import math
 import os
@@ -50,10 +54,12 @@ def build_model(config: model.ModelConfig, tensors: Iterable[tuple[str, Tensor]]
     size = sum(parameter.numel() * kind.itemsize for parameter, kind in types.items())
     is_cuda = torch.device(device).type == "cuda"
     free = f"{torch.cuda.mem_get_info(device)[0] / 2**30:.1f} GiB free, less" if is_cuda else "less free memory"
-    table_size = num_positions * config.head_dim * 4 * len(config.ropes)
+    head_dims = [rope.get("head_dim", config.head_dim) for rope in config.ropes]
+    table_size = num_positions * sum(head_dims) * 4
     with memory_for(f"rope's angles of {num_positions} positions take {table_size / 2**30:.1f} GiB, and more while "
                     "they are computed, which the host does not have; lower max_model_len", table_size):
-        built.rope_tables = [make_rope_table(rope, config.head_dim, num_positions).to(device) for rope in config.ropes]
+        built.rope_tables = [make_rope_table(rope, head_dim, num_positions).to(device)
+                             for rope, head_dim in zip(config.ropes, head_dims)]
     with memory_for(f"the weights take {size / 2**30:.1f} GiB, and {device} has {free} than loading them takes; use a "
                     "smaller model or dtype", 0 if is_cuda else size):
         # Module.to_empty does the same, but imports sympy for it: a quarter of a second
@@ -65,28 +71,38 @@ def build_model(config: model.ModelConfig, tensors: Iterable[tuple[str, Tensor]]
 
 
 def modules_for(config: model.ModelConfig, modules: model.Modules = model.PLAIN) -> model.Modules:
-    """The modules; for a mixture of experts with its MLPs, for gpt-oss with its layers."""
+    """The modules; for a mixture of experts with its MLPs, for gpt-oss, Ministral 3 and layers of several kinds with
+    these."""
     if config.sinks:
         modules = feature("gpt_oss", "a model with sinks").with_sinks(modules)
     if config.experts:
-        return feature("experts", "a mixture of experts").with_experts(modules)
+        modules = feature("experts", "a mixture of experts").with_experts(modules)
+    if config.ropes and config.ropes[0].get("llama_4_scaling_beta"):
+        modules = feature("query_scale", "llama_4_scaling_beta in config.json").with_query_scale(modules)
+    if config.groups:
+        modules = feature("kinds.device", "a model with layers of several kinds").with_groups(modules)
     return modules
 
 
 def unmerge(tensors: Iterable[tuple[str, Tensor]], config: model.ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """The tensors with their names, and the parts of config.merged in place of a merged one. A merged tensor of three
-    dimensions has the matrices of all experts."""
+    dimensions has the matrices of all experts, [experts, out, in] or [experts, in, out]. Such a part's name has {} in
+    place of the expert's number."""
     for name, tensor in tensors:
-        module = next((module for module in config.merged if f".{module}." in f".{name}"), "")
-        rows, dim = config.merged.get(module, {}), int(config.transposed and tensor.dim() == 2)
-        if rows and tensor.dim() == 3:
-            whole = enumerate(tensor)
-            yield from unmerge(((name.replace(module, f"experts.{i}.{module}"), one) for i, one in whole), config)
-        elif rows and tensor.shape[dim:dim + 1] == (sum(rows.values()),):
-            parts = tensor.split([*rows.values()], dim)
-            yield from ((name.replace(module, part), one) for part, one in zip(rows, parts))
-        else:
+        path = re.sub(r"\.(weight|bias|scale)$", "", name)
+        kind, size = name[len(path):] or ".weight", tensor.shape[-2:]
+        module = next((module for module in config.merged if f".{path}".endswith(f".{module}")), "")
+        rows = config.merged.get(module, {})
+        total, is_whole = sum(rows.values()), tensor.dim() == 3
+        if is_whole and size[0] != total == size[1]:
+            tensor, size = tensor.transpose(1, 2), size[::-1]
+        dim = int(config.transposed and tensor.dim() == 2)
+        if not rows or size[dim:dim + 1] != (total,):
             yield name, tensor
+            continue
+        for i, matrix in enumerate(tensor if is_whole else [tensor]):
+            for part, one in zip(rows, matrix.split([*rows.values()], dim)):
+                yield path.removesuffix(module) + part.format(i) + kind, one
 
 
 PREFIXES = r"((model|language_model|transformer|decoder)\.)*"  # of a checkpoint's names, before the decoder's own
@@ -129,7 +145,9 @@ def checkpoint_tensors(name: str, parameter: Tensor, config: model.ModelConfig) 
     *path, module, kind = name.split(".")
     rows = {module: parameter}
     if module == "qkv_proj":
-        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        num_kv_heads, head_dim = config.layer_heads[int(path[-1])] if config.layer_heads else (
+            config.num_kv_heads, config.head_dim)
+        q, kv = config.num_heads * head_dim, num_kv_heads * head_dim
         rows = dict(zip(("q_proj", "k_proj", "v_proj"), parameter.split([q, kv, kv])))
     elif module == "gate_up_proj" and config.gated_mlp:
         rows = dict(zip(("gate_proj", "up_proj"), parameter.chunk(2)))
@@ -146,10 +164,14 @@ def fold(name: str, weight: Tensor, config: model.ModelConfig, back: bool = Fals
         if (scale, config.norm_offset) != (1, 0):
             weight = weight * scale - config.norm_offset if back else (weight + config.norm_offset) / scale
     size = rotary_dim(config.ropes[0], config.head_dim) if config.ropes else config.head_dim
-    if size < config.head_dim and "qkv_proj" in name:
+    is_interleaved = config.ropes and config.ropes[0].get("is_interleaved", False)
+    if (size < config.head_dim or is_interleaved) and "qkv_proj" in name:
         half, pairs = config.head_dim // 2, size // 2
-        order = torch.tensor([*range(pairs), *range(size, half + pairs), *range(pairs, size),
-                              *range(half + pairs, config.head_dim)], device=weight.device)
+        firsts, seconds = range(pairs), range(pairs, size)  # of the pairs
+        if is_interleaved:
+            firsts, seconds = range(0, size, 2), range(1, size, 2)
+        order = torch.tensor([*firsts, *range(size, half + pairs), *seconds, *range(half + pairs, config.head_dim)],
+                             device=weight.device)
         kind = weight.dtype
         heads = weight.view(torch.uint8 if kind.itemsize == 1 else kind).unflatten(0, (-1, config.head_dim))
         q_and_k, v = heads.tensor_split([config.num_heads + config.num_kv_heads])

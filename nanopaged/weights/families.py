@@ -25,7 +25,8 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {  # type -> the keys that this type ne
     "yarn": ("factor", "original_max_position_embeddings"),
     "longrope": ("original_max_position_embeddings",),  # and two lists, of a number for each pair that rotates
 }
-OPTIONAL_NUMBERS = "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "partial_rotary_factor"
+OPTIONAL_NUMBERS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "partial_rotary_factor",
+                    "llama_4_scaling_beta")
 STRETCHED = {"yarn": "original_max_position_embeddings", "dynamic": "max_position_embeddings",
              "linear": "max_position_embeddings"}  # the trained length
 SLIDING, FULL = "sliding_attention", "full_attention"  # kinds of layers
@@ -38,12 +39,12 @@ def read_model_config(hf: dict[str, Any]) -> model.ModelConfig:
     """The model.ModelConfig of a config.json. ValueError if the architecture or a setting is not supported."""
     architectures = hf.get("architectures") or ["none given"]
     architecture = architectures[0] if isinstance(architectures, list) else architectures
-    if architecture not in [*FAMILIES, *MIXTURES]:  # a list, because the value from config.json may be unhashable
+    if architecture not in [*FAMILIES, *OF_FEATURES]:  # a list, because the value from config.json may be unhashable
         architecture, hf = text_model(architecture, hf)
     read = FAMILIES.get(architecture)
     if read is None:
-        file, _, name = MIXTURES[architecture].rpartition(".")
-        read = vars(feature(file or "experts", "a mixture of experts"))[name]
+        file, name = OF_FEATURES[architecture].split(".")
+        read = vars(feature(file, f"a model of the architecture {architecture}"))[name]
     fp8, four_bits, quantized = None, None, hf.get("quantization_config")
     if isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4":
         four_bits = feature("four_bits", "a checkpoint in MXFP4").read_form(architecture)
@@ -69,14 +70,17 @@ def read_model_config(hf: dict[str, Any]) -> model.ModelConfig:
 
 def text_model(architecture: Any, hf: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """The text model's architecture and settings in a multimodal checkpoint. ValueError: it has none, or another."""
-    known, text = f"known are {', '.join(FAMILIES)}", hf.get("text_config")
+    known = f"known are {', '.join([*FAMILIES, *OF_FEATURES])}"
+    models, text = MULTIMODAL.get(str(architecture)), hf.get("text_config") or hf  # older ones of Qwen2.5-VL are flat
+    if models and isinstance(text, dict):
+        kind = text.get("model_type") if text is not hf else None
+        family, defaults = models.get(str(kind or [*models][0]), ("", {}))
+        if family:
+            warnings.warn(f"{architecture} is a multimodal model; its text model is loaded, and images are not read")
+            return family, defaults | text | hf  # so that hf_overrides count
     for pattern, reason in REFUSED.items():
         if re.search(pattern, str(architecture)):
             raise ValueError(f"{architecture!s:.80} is {reason}, which nanopaged does not run; {known}")
-    kind, family = MULTIMODAL.get(str(architecture), ("", ""))
-    if kind and isinstance(text, dict) and text.get("model_type", kind) == kind:
-        warnings.warn(f"{architecture} is a multimodal model; its text model is loaded, and images are not read")
-        return family, text | hf  # so that hf_overrides count
     if "text_config" in hf or "vision_config" in hf:
         raise ValueError(f"{architecture!s:.80} is a multimodal model whose text model is not among these; {known}")
     raise ValueError(f"unknown architecture {architecture!r:.80}; {known}")
@@ -135,7 +139,8 @@ def rope_settings(hf: dict[str, Any], can_be_partial: bool) -> dict[str, Any]:
     """
     given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     kind = given.get("rope_type") or given.get("type") or "default"
-    kind = "longrope" if kind == "su" else kind  # Phi-3's first name of it
+    # Phi-3's first name of longrope; and Qwen2.5-VL's rope, whose three positions of a token are one in a text
+    kind = {"su": "longrope", "mrope": "default"}.get(kind, kind)
     if kind not in ROPE_TYPES:
         raise ValueError(f"rope type {kind!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
     if nested := [key for key, value in given.items() if isinstance(value, dict)]:
@@ -143,7 +148,8 @@ def rope_settings(hf: dict[str, Any], can_be_partial: bool) -> dict[str, Any]:
     beside = {key: hf[key] for key in ("rope_theta", "partial_rotary_factor", "max_position_embeddings",
                                        "original_max_position_embeddings") if key in hf}
     settings = {"rope_theta": 10000.0} | beside | given | {"rope_type": kind}
-    if absent := [key for key in ROPE_TYPES[kind] if key not in settings]:
+    needed = ROPE_TYPES[kind] + ("original_max_position_embeddings",) * ("llama_4_scaling_beta" in settings)
+    if absent := [key for key in needed if key not in settings]:
         raise ValueError(f"rope type {kind!r} needs {', '.join(absent)} in config.json")
     if settings.get("partial_rotary_factor") not in (None, 1.0) and not can_be_partial:
         raise ValueError(f"partial_rotary_factor={settings['partial_rotary_factor']} is not supported in this family")
@@ -325,18 +331,31 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], model.ModelConfig]] = {
     "Qwen2ForCausalLM": lambda hf: qwen(hf, qkv_bias=True, o_bias=False),
     "Qwen3ForCausalLM": lambda hf: qwen({"head_dim": 128} | hf, qk_norm=True),
     "GraniteForCausalLM": granite, "SmolLM3ForCausalLM": smollm3, "Phi3ForCausalLM": phi3, "Olmo2ForCausalLM": olmo2,
-    "Olmo3ForCausalLM": olmo3, "Gemma3ForCausalLM": gemma3,
-}
-# Mixtures of experts: an architecture, and its function in features/experts.py, or in another file there
-MIXTURES = {"MixtralForCausalLM": "mixtral", "Qwen3MoeForCausalLM": "qwen3_moe", "OlmoeForCausalLM": "olmoe",
-            "GraniteMoeForCausalLM": "granite_moe", "GraniteMoeSharedForCausalLM": "granite_moe",
-            "GptOssForCausalLM": "gpt_oss.gpt_oss"}
-# Architectures whose text model is one of these: the model_type inside, and the text model's architecture.
-MULTIMODAL = {"Mistral3ForConditionalGeneration": ("mistral", "MistralForCausalLM"),
-              "Gemma3ForConditionalGeneration": ("gemma3_text", "Gemma3ForCausalLM")}
+    "Olmo3ForCausalLM": olmo3, "Gemma3ForCausalLM": gemma3}
+# Families that are features: an architecture -> its file in nanopaged/features, and the function there
+OF_FEATURES = {
+    "MixtralForCausalLM": "experts.mixtral", "Qwen3MoeForCausalLM": "experts.qwen3_moe",
+    "OlmoeForCausalLM": "experts.olmoe", "GraniteMoeForCausalLM": "experts.granite_moe",
+    "GraniteMoeSharedForCausalLM": "experts.granite_moe", "GptOssForCausalLM": "gpt_oss.gpt_oss",
+    "Ministral3ForCausalLM": "more_families.ministral3", "Exaone4ForCausalLM": "more_families.exaone4",
+    "CwmForCausalLM": "more_families.cwm", "Ernie4_5ForCausalLM": "more_families.ernie4_5",
+    "Ernie4_5_ForCausalLM": "more_families.ernie4_5",  # the name in its first checkpoints
+    "GraniteMoeHybridForCausalLM": "more_families.granite4", "SeedOssForCausalLM": "more_families.seed_oss",
+    "ArceeForCausalLM": "more_families.arcee"}
+# Multimodal architectures: the model_type of a text model inside (where none is given, the first) -> the architecture
+# that it equals, and its own defaults. Other parts, such as a vision tower, have names that the decoder does not have.
+MULTIMODAL: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
+    "Gemma3ForConditionalGeneration": {"gemma3_text": ("Gemma3ForCausalLM", {})},
+    "Mistral3ForConditionalGeneration": {"mistral": ("MistralForCausalLM", {"tie_word_embeddings": True}),
+                                         "ministral3": ("Ministral3ForCausalLM", {"tie_word_embeddings": True})},
+    "Qwen2_5_VLForConditionalGeneration": {
+        "qwen2_5_vl_text": ("Qwen2ForCausalLM", dict(
+            rope_theta=1e6, rms_norm_eps=1e-5, num_key_value_heads=8, max_window_layers=80))},
+    "Qwen3VLForConditionalGeneration": {"qwen3_vl_text": ("Qwen3ForCausalLM", {"rope_theta": 5e5})},
+    "Qwen3VLMoeForConditionalGeneration": {"qwen3_vl_moe_text": ("Qwen3MoeForCausalLM", {"rope_theta": 5e5})}}
 REFUSED = {  # a part of an architecture's name -> the reason
     "^Gemma4": "Gemma 4, with heads of two sizes and layers that share a cache",
-    "^GraniteMoeHybrid": "Granite 4, with state-space layers",
+    "^GraniteMoeHybrid": "Granite 4, with state-space layers or experts",
     "Mamba|Jamba|Zamba|Bamba|Rwkv|FalconH1|NemotronH|RecurrentGemma": "a state-space model",
     "^(Deepseek|Kimi|LongcatFlash|Glm4MoeLite)": "a mixture of experts with latent attention, as DeepSeek's",
     "Moe|MoE|Mixtral": "a mixture of experts of another form",

@@ -112,7 +112,8 @@ class ParallelRunner(Runner):
         super().__init__(split_config(config, peers.size), *args)
 
     def _make_rows(self) -> Any:
-        made = SentRows(self.max_num_seqs, engine.cdiv(self.max_model_len, self.block_size), self.device)
+        made: Any = super()._make_rows()
+        made.__class__ = type("SentRows", (SentRows, type(made)), {})
         rows = max(self.max_num_batched_tokens, self.max_num_samples, FEWEST_ROWS)
         width = padded_part(self.whole.vocab_size, self.peers.size)
         self.sums = [SharedBuffer(self.peers, rows * self.config.hidden_size, self.dtype) for _ in range(2)]

@@ -7,7 +7,7 @@ Needs the package `transformers` (written with 5.23). expected.json gets, beside
 of tools; the `snippets`, templates of one line: [source, the text], rendered for one question; and the `checkpoints`:
 [{file name: content}, tools, the text], what a tokenizer loaded from these files makes of it. Where transformers fails,
 {"error": type} stands in the text's place, with the "message" if the template raised it. The clock stands at `now`.
-nanopaged/tests/test_conversation.py holds nanopaged/features/chat_template.py to it.
+nanopaged/tests/test_chat_template.py holds nanopaged/features/chat_template.py to it.
 """
 import json
 import shutil

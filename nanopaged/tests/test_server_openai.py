@@ -11,13 +11,12 @@ import pytest
 
 from engine import NO_TOKEN
 from nanopaged import SamplingParams
-from nanopaged.features.grammar import compiler_of
 from nanopaged.features.server.answers import CHAT, COMPLETIONS, ApiError
 from nanopaged.features.server.openai import FIELDS, IGNORED, Serving
 from nanopaged.features.server.responses import RESPONSES, read_response
 from nanopaged.tests.helpers import GOLDEN, shared
 from nanopaged.tests.test_cli import TEMPLATE, assert_refused, run
-from nanopaged.tests.test_tools import merge
+from nanopaged.tests.test_server_tools import merge
 
 PATHS = [COMPLETIONS, CHAT]
 MINIMAL = {COMPLETIONS: {"prompt": "ROMEO:"}, CHAT: {"messages": [{"role": "user", "content": "Hi"}]},
@@ -278,7 +277,7 @@ def test_a_template_that_quotes_half_a_surrogate_pair(llm):
     assert "\\ud83d" in str(error) and json.dumps(error.body, ensure_ascii=False).encode()
 
 
-# ---- Tools and thoughts; test_tools.py has the formats
+# ---- Tools and thoughts; test_server_tools.py has the formats
 
 WEATHER = {"name": "weather", "parameters": {
     "type": "object", "required": ["at"], "properties": {
@@ -347,6 +346,8 @@ def test_a_call_that_must_come_follows_the_functions_schema(serving, choice):
 def test_references_in_schemas_of_functions(serving, address, reference, part):
     """Two functions whose schemas have one address, and which refer to parts of their own. (The last part has an
     address, too.)"""
+    from nanopaged.features.grammar import compiler_of
+
     def schema(kind):
         whole = {"type": "object", "properties": {"x": {"$ref": reference}}, "required": ["x"],
                  "$defs": {"X": {"type": "KIND"} | part}}

@@ -1,0 +1,90 @@
+"""The three launches of a mixture of experts compute what its loop over experts does."""
+import pytest
+import torch
+
+from nanopaged.features import fused_experts
+from nanopaged.tests.helpers import CUDA, DEVICE, needs_gpu, needs_kernel, relative_error
+from nanopaged.tests.pretended import PlainKernels, fp8_weight
+
+TYPES = [torch.float32, torch.float16, *([torch.bfloat16] if CUDA else [])]  # the interpreter lies about bfloat16
+
+
+def problem(num_rows, size, inner, count, dtype=torch.float32, seed=0):
+    """x, logits, gate_up, down of `fused_experts.mix_experts`."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(num_rows, size), (num_rows, count), (count, 2 * inner, size), (count, size, inner)]
+    x, logits, gate_up, down = (torch.randn(shape, generator=generator) for shape in shapes)
+    logits = logits.argsort(1) / 4  # no two are equal
+    return [part.to(dtype).to(DEVICE) for part in (x, logits, gate_up / size ** 0.5, down / inner ** 0.5)]
+
+
+def exact(x, logits, gate_up, down, *switches):
+    """In float64, from the same rounded numbers. The plain form is the loop's of nanopaged/features/experts.py."""
+    return PlainKernels.mix_experts(*(part.double() for part in (x, logits, gate_up, down)), *switches)
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("num_rows, size, inner, count, top_k, normalized", [
+    (1, 32, 24, 5, 3, True), (7, 33, 24, 5, 3, False), (8, 40, 80, 1, 1, True), (30, 64, 70, 7, 2, True),
+    (300, 32, 16, 3, 3, False)])
+def test_experts_in_triton(dtype, num_rows, size, inner, count, top_k, normalized):
+    """Few and many tokens; sizes that no tile divides. With 300 tokens an expert has several tiles."""
+    given = *problem(num_rows, size, inner, count, dtype), top_k, normalized, "silu"
+    out = fused_experts.mix_experts(*given)
+    assert out.shape == (top_k, num_rows, size) and out.dtype is dtype
+    assert relative_error(out, exact(*given)) < (2e-6 if dtype is torch.float32 else 4 * torch.finfo(dtype).eps)
+
+
+@needs_kernel
+def test_tokens_that_all_choose_the_same_experts():
+    x, _, *weights = problem(70, 32, 16, 6)
+    logits = torch.tensor([0.0, 9, 1, 8, 7, 2], device=DEVICE).expand(70, -1).contiguous()
+    given = x, logits, *weights, 3, True, "silu"
+    assert relative_error(fused_experts.mix_experts(*given), exact(*given)) < 2e-6
+    assert fused_experts.route_experts(logits, 3, True)[1].tolist() == [0, 70, 0, 70, 70, 0]
+
+
+@needs_kernel
+def test_rows_of_padding_may_hold_anything():
+    x, logits, *weights = problem(20, 32, 16, 5)
+    expected = fused_experts.mix_experts(x, logits, *weights, 3, True, "silu")
+    x[3], x[9], logits[3], logits[9] = torch.nan, torch.inf, torch.nan, -torch.inf
+    logits[10], logits[11, 2] = torch.inf, torch.nan
+    out = fused_experts.mix_experts(x, logits, *weights, 3, True, "silu")
+    others = [i for i in range(20) if i not in (3, 9, 10, 11)]
+    assert torch.equal(out[:, others], expected[:, others])
+    assert fused_experts.route_experts(logits, 3, True)[1].max() <= 20
+    assert fused_experts.mix_experts(x[:0], logits[:0], *weights, 3, True, "silu").shape == (3, 0, 32)
+
+
+@needs_gpu
+@pytest.mark.parametrize("num_rows", [3, 16, 64, 1000])
+def test_a_token_by_itself_and_among_others(num_rows):
+    """Its result has the same bits."""
+    x, logits, *weights = problem(num_rows, 256, 128, 16, torch.bfloat16)
+    out = fused_experts.mix_experts(x, logits, *weights, 4, True, "silu")
+    for i in (0, num_rows - 1):
+        alone = fused_experts.mix_experts(x[i:i + 1], logits[i:i + 1], *weights, 4, True, "silu")
+        assert torch.equal(alone[:, 0], out[:, i])
+
+
+@needs_gpu
+@pytest.mark.parametrize("num_rows", [1, 12, 600])
+def test_weights_in_8_bits(num_rows):
+    from nanopaged.features.fp8 import quantize
+    x, logits, gate_up, down = problem(num_rows, 256, 128, 16, torch.bfloat16)
+    (gate_up, gate_up_scale), (down, down_scale) = quantize(gate_up), quantize(down)
+    out = fused_experts.mix_experts(x, logits, gate_up, down, 4, True, "silu", gate_up_scale, down_scale)
+    meant = (fp8_weight(weight, scale) for weight, scale in ((gate_up, gate_up_scale), (down, down_scale)))
+    assert relative_error(out, exact(x, logits, *meant, 4, True, "silu")) < 0.06  # x is cut, too
+
+
+@pytest.mark.parametrize("memory", [64, 99, 163, 227])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float8_e4m3fn], ids=str)
+def test_tiles_fit_the_shared_memory_of_any_card(memory, dtype):
+    for num_rows in (1, 8, 64, 500, 8192):
+        for gated in (False, True):
+            form = fused_experts.experts_form(num_rows, 8, 128, gated, dtype, memory * 1024)
+            rows = form["ROWS"] * (1 + gated) + form["COLUMNS"]
+            assert rows * form["TILE"] * dtype.itemsize * form["STAGES"] <= memory * 1024
