@@ -52,6 +52,8 @@ def make_runners(options: Any, config: model.ModelConfig, path: Path,
         kind, kernels, modules = pick_runner(options, device)
         if config.groups:
             kind = runner_class([feature("kinds.device", "a model with layers of several kinds").KindsRunner, kind])
+        if config.four_bits:
+            modules = feature("four_bits", "a checkpoint in 4 bits").with_four_bits(options, config, modules, device)
         if fp8:
             modules = feature("fused", "quantization").with_fp8(modules)
         parts: Any = config, options, device, kernels, modules, fp8, num_more_rows
@@ -116,6 +118,11 @@ def read(options: Any, config: model.ModelConfig, path: Path, runner: Runner) ->
         tensors = feature("fp8", "a checkpoint in FP8").read_weights(path, config.fp8, runner.fp8, runner.device)
     else:
         tensors = read_ordinary(path)
+        if config.sinks:
+            tensors = feature("gpt_oss", "a model with sinks").split_experts(tensors)
+    if config.four_bits:
+        keep = getattr(runner.modules.mlp, "four_bits", False)
+        tensors = feature("four_bits", "a checkpoint in 4 bits").read_weights(tensors, keep, runner.device)
     if runner.fp8:  # with the names that say which matrices are cut
         return feature("fp8", "quantization").in_fp8(unmerge(tensors, config), runner.device)
     return tensors
