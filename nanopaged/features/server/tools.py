@@ -174,7 +174,8 @@ class Reader:
                 delta["content"] += text.partition("<|")[0]  # a head that was cut off is no text
             if not match:
                 return
-            self.held, self.channel = self.held[len(match[0]):], None if self.channel else self._channel_of(match, delta)
+            self.held = self.held[len(match[0]):]
+            self.channel = None if self.channel else self._channel_of(match, delta)
 
     def _channel_of(self, head: Any, delta: dict[str, Any]) -> str:
         """Where the text of a message with this head goes. (Other tools than functions are the model's own.)"""
