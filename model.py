@@ -112,6 +112,7 @@ class ModelConfig:
     sliding_windows: list[int] = field(default_factory=list)  # of each layer; 0: a token sees itself and all before it
     groups: list[int] = field(default_factory=list)  # of each layer (nanopaged/features/kinds); []: all in one
     layer_heads: list[tuple[int, int]] = field(default_factory=list)  # num_kv_heads, head_dim of each; []: those above
+    states: dict[str, Any] = field(default_factory=dict)  # of layers without K and V (kinds/recurrent.py); {}: none
     experts: dict[str, Any] = field(default_factory=dict)  # those of nanopaged/features/experts.py; {}: none
     torch_dtype: torch.dtype = torch.float32
     fp8: str | None = None  # the checkpoint's matrices are FP8, with a scale for each "channel" or "block"
