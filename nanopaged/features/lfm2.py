@@ -51,5 +51,5 @@ def lfm2(hf: dict[str, Any]) -> model.ModelConfig:
     return families.llama(
         {"rope_theta": 1e6, "tie_word_embeddings": hf.get("tie_embedding", True)} | hf | {"intermediate_size": size},
         norm_eps=hf.get("norm_eps", 1e-5), qk_norm=True, names=NAMES,
-        states=dict(layers=[kind == "conv" for kind in kinds], layer=ShortConvolution, length=length, unit=1,
-                    shapes=[(length - 1, hf["hidden_size"])], bias=hf.get("conv_bias", False)))
+        states=dict(layers=[i for i, kind in enumerate(kinds) if kind == "conv"], layer=ShortConvolution,
+                    length=length, unit=1, shapes=[(length - 1, hf["hidden_size"])], bias=hf.get("conv_bias", False)))

@@ -9,6 +9,7 @@ are none. So the sizes do not change, and a step can be recorded. A batch row ha
 
     row    source, live, position of a mark, its slot, position, slot
 """
+import sys
 from dataclasses import dataclass, fields
 from typing import Any, Callable, NamedTuple
 
@@ -36,7 +37,7 @@ EMPTY_ROW = [ZERO, NOBODYS] + [0, NOBODYS] * MOST_MARKS
 class StatesPool(Pool):
     """The blocks of the layers with attention, and the slots of the others.
 
-    shapes: of the states of a layer; has_state: of each layer; num_texts: that run at once, at most; share: of the
+    shapes: of the states of a layer; has_state: for each layer; num_texts: that run at once, at most; share: of the
     memory beside their slots, for snapshots
     """
 
@@ -148,13 +149,14 @@ def convolve(u: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, s: 
 class StatesRunner(Runner):
     rows: StatesRows
     pool: StatesPool
+    splits_chunks = False  # see graphs.py
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        states, pool, share = self.config.states, self.pool, self.options.snapshot_memory
-        self.pool = StatesPool(states["shapes"], states["layers"], self.max_num_seqs,
-                               share if self.options.enable_prefix_caching else 0.0, pool.block_shape, pool.dtype,
-                               pool.device)
+        c, pool = self.config, self.pool
+        self.pool = StatesPool(c.states["shapes"], [layer in c.states["layers"] for layer in range(c.num_layers)],
+                               self.max_num_seqs, self.options.enable_prefix_caching * self.options.snapshot_memory,
+                               pool.block_shape, pool.dtype, pool.device)
 
     def _make_rows(self) -> Rows:
         return StatesRows(self.max_num_seqs, engine.cdiv(self.max_model_len, self.block_size), self.device)
@@ -207,7 +209,7 @@ def with_state_layers(modules: model.Modules, config: model.ModelConfig) -> mode
     def choose(base: type[model.Layer]) -> Callable[..., model.Layer]:
         is_short = base.attention is not model.Layer.attention  # as in last_layer.py
         layer = type(f"{base.__name__}WithStates", (config.states["layer"], base), {"is_short": is_short})
-        return lambda c, i, m: (layer if c.states["layers"][i] else base)(c, i, m)
+        return lambda c, i, m: (layer if i in c.states["layers"] else base)(c, i, m)
     return modules._replace(layer=choose(modules.layer), last_layer=choose(modules.last_layer))
 
 
@@ -232,6 +234,9 @@ def make_manager(options: Any, runner: Any, num_blocks: int, _: int) -> Kinds:
     manager = Kinds(num_blocks, runner.block_size, options.enable_prefix_caching)
     manager.most_tokens = options.max_num_batched_tokens
     pool = runner.pool
+    if pool.num_texts < options.max_num_seqs:
+        print(f"{pool.num_texts} texts run at once, not max_num_seqs {options.max_num_seqs}: each has recurrent states of "
+              f"{pool.slot_bytes / 2**20:.1f} MiB, and all of them may take half of the memory", file=sys.stderr)
     manager.kinds[STATES] = States(manager, pool.num_texts, pool.num_slots(num_blocks), runner.config.states["unit"])
     return manager
 
