@@ -280,6 +280,11 @@ class BlockManager:
         seq.block_table, seq.prefix_key = [], seq.root  # a new list: edits.py and cascade.py compare its identity
         seq.num_computed_tokens, seq.num_keyed_blocks, seq.num_sent_blocks = 0, 0, -1
 
+    def take_back(self, step: SchedulerOutput) -> None:
+        """The step is not computed. Nothing was written into the blocks that it offered: the cache forgets them."""
+        for block in step.cached:
+            self.evict(block)
+
     def preempt(self, seq: Sequence) -> Status:
         """Take the sequence's blocks; its new status. Tokens that are not cached are computed again (recompute)."""
         self.free(seq)
@@ -480,10 +485,9 @@ class Scheduler:
         return appended
 
     def undo(self, step: SchedulerOutput) -> None:
-        """Take back a step that is not computed. Nothing was written into the blocks that it offered, so they leave the
-        prefix cache. Its sequences, and those that it preempted, lose their blocks and start over."""
-        for block in step.cached:
-            self.block_manager.evict(block)
+        """Take back a step that is not computed. Its sequences, and those that it preempted, lose their blocks and
+        start over."""
+        self.block_manager.take_back(step)
         for seq, position in zip(step.sampled, step.positions):
             seq.num_pending_tokens -= seq.is_pending(position)
         for seq in reversed(step.seqs + step.preempted):  # reversed: later ones' blocks are reused first

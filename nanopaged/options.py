@@ -94,6 +94,9 @@ OPTIONS = dict(
     swap_space=Option(0, float, "GiB of host memory for the blocks of preempted sequences; 0: these are computed again",
                       lambda x: 0 <= x < 2**20, "a number of GiB, 0 for none", "swapping"),
     enable_prefix_caching=_flag(True, "let sequences share the blocks of a common beginning"),
+    snapshot_memory=Option(0.1, float, "of a model with recurrent states: the part of the pool's memory, without the "
+                           "states of running texts, for snapshots of states", lambda x: 0 <= x < 1,
+                           "a number of at least 0 and below 1", "kinds"),
     disable_cascade_attn=_flag(None, "read shared blocks for each sequence by itself. Without it, only where a text's "
                                "bits would depend on its batch (fp8 cache, float32, head_dim above 128); False: not "
                                "there either, if it is possible", "None, True or False"),

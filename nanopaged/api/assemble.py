@@ -42,6 +42,8 @@ def make_runners(options: Any, config: model.ModelConfig, path: Path,
     for each other one."""
     num_ranks, fp8 = options.tensor_parallel_size, False
     choose_groups(options, config)
+    if config.states:
+        feature("kinds.recurrent", "a model with recurrent states").check(options)
     option = "tensor_parallel_size" if num_ranks > 1 else "data_parallel_size"
     devices = pick_devices(options.device, vars(options)[option], option)
     if options.quantization or config.fp8:
@@ -52,6 +54,8 @@ def make_runners(options: Any, config: model.ModelConfig, path: Path,
         kind, kernels, modules = pick_runner(options, device)
         if config.groups:
             kind = runner_class([feature("kinds.device", "a model with layers of several kinds").KindsRunner, kind])
+        if config.states:
+            kind = runner_class([feature("kinds.recurrent", "a model with recurrent states").StatesRunner, kind])
         if config.four_bits:
             modules = feature("four_bits", "a checkpoint in 4 bits").with_four_bits(options, config, modules, device)
         if fp8:
@@ -141,7 +145,10 @@ def make_engines(options: Any, runners: list[Runner], pools: list[int]) -> tuple
     engines, make_scheduler, make_manager, window = [], engine.Scheduler, None, 0
     config, block_size, given = runners[0].config, runners[0].block_size, options.max_model_len
     limit, size = config.max_position_embeddings, min(pools) * block_size
-    if config.groups:
+    if config.states:
+        parts = feature("kinds.recurrent", "a model with recurrent states")
+        make_manager, make_scheduler = parts.make_manager, parts.StatesScheduler
+    elif config.groups:
         parts = feature("kinds.device", "a model with layers of several kinds")
         make_manager, size = parts.make_manager, parts.longest_text(options, runners[0], size)
     elif options.swap_space or widest_window(config):
@@ -157,7 +164,7 @@ def make_engines(options: Any, runners: list[Runner], pools: list[int]) -> tuple
             runner.step_input = parts.DraftInput
     for runner, num_blocks in zip(runners, pools):
         most_tokens = options.max_num_batched_tokens
-        if make_manager and (window or options.swap_space or config.groups):
+        if make_manager and (window or options.swap_space or config.groups or config.states):
             manager = make_manager(options, runner, num_blocks, window)
             most_tokens = manager.most_tokens  # a step's, which have to fit beside a window
         else:

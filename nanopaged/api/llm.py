@@ -49,7 +49,7 @@ class LLM(Core):
                  num_gpu_blocks_override: int | None = None, hf_overrides: dict | None = None,
                  hf_token: str | None = None, download_dir: str | None = None,
                  override_generation_config: dict | None = None, max_logprobs: int = 20,
-                 disable_cascade_attn: bool | None = None, **vllm_options: Any):
+                 disable_cascade_attn: bool | None = None, snapshot_memory: float = 0.1, **vllm_options: Any):
         check_options(given := locals(), vllm_options)
         super().__init__(SimpleNamespace(**{name: given[name] for name in OPTIONS}))
         self.script_tokenizer: Any = None

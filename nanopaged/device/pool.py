@@ -30,6 +30,10 @@ class Pool:
         """Of one block: K and V of block_size tokens in every layer."""
         return 2 * self.num_layers * math.prod(self.block_shape) * self.dtype.itemsize
 
+    def num_blocks_in(self, memory: int) -> int:
+        """Blocks that fit into so many bytes, beside what else the pool has."""
+        return memory // self.block_bytes
+
     def allocate(self, num_blocks: int) -> Tensor:
         """Make the pool and return it. ValueError: too little memory."""
         pool = self._empty(num_blocks, self.num_layers, 2, num_blocks, *self.block_shape)

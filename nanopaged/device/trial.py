@@ -53,7 +53,7 @@ def choose_num_blocks(runner: Runner, gpu_memory_utilization: float) -> int:
     block_bytes = runner.pool.block_bytes
     if runner.device.type == "cpu":
         blocks_per_seq = engine.cdiv(runner.max_model_len, runner.block_size)
-        return max(1, min(DEFAULT_CPU_POOL // block_bytes, runner.max_num_seqs * blocks_per_seq))
+        return max(1, min(runner.pool.num_blocks_in(DEFAULT_CPU_POOL), runner.max_num_seqs * blocks_per_seq))
     blocks = map(runner.pool.one_block, range(runner.config.num_layers))
     runner.kv_cache = [(block, block, 1.0, 1.0) for block in blocks]
     needed = max(peak_of(runner, query_lens) for query_lens in largest_steps(runner))
@@ -67,7 +67,7 @@ def choose_num_blocks(runner: Runner, gpu_memory_utilization: float) -> int:
             f"{(block_bytes - left) / GIB:.2f} GiB too little for the memory in use ({(total - free) / GIB:.1f} "
             f"GiB), the largest step ({needed / GIB:.1f} GiB) and one block; raise gpu_memory_utilization or lower "
             "max_num_batched_tokens")
-    return left // block_bytes
+    return runner.pool.num_blocks_in(left)
 
 
 def largest_steps(runner: Runner) -> tuple[list[int], list[int]]:

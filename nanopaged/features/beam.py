@@ -176,6 +176,9 @@ class BeamSequence(engine.Sequence):
 def start(core: Any, text: str | None, token_ids: list[int], params: BeamSearchParams) -> "BeamSearch":
     """A search that is not queued yet."""
     feature("logprobs", "beam search").extend_steps(core)  # candidates are log probabilities
+    if core.config.states:
+        raise ValueError("beam search goes on from every token of a beam, and a model with recurrent states keeps the "
+                         "states of few; use n samples instead")
     group = BeamGroup(params, core.eos_token_ids, min(params.max_tokens, core.max_model_len - len(token_ids)))
     return BeamSearch(text, token_ids, group, next(core.arrivals), core.scheduler_of, core.tokenizer)
 

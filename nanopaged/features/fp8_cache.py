@@ -1,5 +1,6 @@
 """The scales of an fp8 cache. They follow from a step that is tried when there is a pool (device/trial.py)."""
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +27,11 @@ def choose_scales(runner: Runner) -> list[tuple[float, float]]:
     c, device = runner.config, runner.device
     length = min(CALIBRATION_TOKENS, runner.max_model_len)
     num_blocks = engine.cdiv(length, runner.block_size)
-    cache = [torch.zeros(2, num_blocks, *runner.pool.shape_of(layer), dtype=runner.dtype, device=device)
-             for layer in range(c.num_layers)]
+    states = c.states.get("layers", ())  # these layers have no K and V
+    caches: list[Any] = [
+        (runner.pool.one_block(layer), None) if layer in states
+        else torch.zeros(2, num_blocks, *runner.pool.shape_of(layer), dtype=runner.dtype, device=device)
+        for layer in range(c.num_layers)]
     ids = torch.randint(c.vocab_size, (length,), generator=torch.Generator().manual_seed(0)).tolist()
     batch = trial_batch(runner, [length], torch.zeros(0, dtype=torch.int64, device=device), length, ids)
     table = torch.arange(num_blocks, dtype=torch.int32, device=device)[None]
@@ -35,8 +39,9 @@ def choose_scales(runner: Runner) -> list[tuple[float, float]]:
         one.block_tables, one.slot_mapping = table, batch.slot_mapping
         # The kernel makes its own work list: its tile over this cache may be another one.
         one.metadata = batch.metadata._replace(query_tiles=None)
-    runner.model(batch, [(k, v, 1.0, 1.0) for k, v in cache], runner.kernels)
-    scales = runner.agree([power_of_two_scale(values) for layer in cache for values in layer], largest=True)
+    runner.model(batch, [(*cache, 1.0, 1.0) for cache in caches], runner.kernels)
+    scales = runner.agree([1.0 if layer in states else power_of_two_scale(values)
+                           for layer, cache in enumerate(caches) for values in cache], largest=True)
     return list(zip(scales[::2], scales[1::2]))
 
 

@@ -55,6 +55,7 @@ class GraphRunner(Runner):
     """A Runner on CUDA with recorded steps and a lookahead of one step."""
     lookahead = 1
     cascade: Any = None  # see cascade.py
+    splits_chunks = True  # with recurrent states (features/kinds) a chunk's tokens cannot be places of their own
 
     def __init__(self, *args: Any, **options: Any) -> None:
         # The recorded steps: graph, logits, tokens. None: not recorded yet; False: that failed.
@@ -62,7 +63,8 @@ class GraphRunner(Runner):
         super().__init__(*args, **options)
 
     def _compute(self, batch: StepInput, more_tokens: list[int], needs: SamplingNeeds) -> ForwardPass:
-        if needs.is_late and 1 < max(batch.num_tokens) <= SHORT_CHUNK and len(batch.seqs) < self.max_num_samples:
+        is_short = 1 < max(batch.num_tokens) <= SHORT_CHUNK and len(batch.seqs) < self.max_num_samples
+        if needs.is_late and is_short and self.splits_chunks:
             split = one_token_places(batch)
             batch = split if len(split.seqs) <= self.max_num_samples else batch
         shape = None if more_tokens else self.graph_shape(batch.num_tokens, batch.seq_lens)

@@ -90,6 +90,7 @@ EDITS = {
     "ernie4.5": [{"rope_theta": 10000.0}, {"rms_norm_eps": 1e-2}],
     "granite4": [{"attention_multiplier": 0.5}, {"embedding_multiplier": 1.0}, {"logits_scaling": 1.0},
                  {"residual_multiplier": 1.0}, {"rms_norm_eps": 1e-6}, {"position_embedding_type": None}],
+    "lfm2": [{"rope_theta": 10000.0}, {"norm_eps": 1e-5}],
     "mixtral-stacked": [{"num_experts_per_tok": 1}, {"rope_parameters": {"rope_theta": 1e6}}, {"sliding_window": 9}],
 }
 # Settings of rope, with the longest text that the engine accepts. transformers makes a table for a text of this length.
@@ -143,6 +144,8 @@ def random_weight(name, shape, hidden_size, generator):
         return 0.3 * noise
     if any(part in name for part in ("embed", "wte", "wpe", "lm_head")):
         return 0.5 * noise
+    if "conv" in name and len(shape) == 3:
+        return 0.8 * noise
     return 1.4 / hidden_size**0.5 * noise
 
 

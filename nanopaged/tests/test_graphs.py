@@ -35,6 +35,7 @@ def record_graphs(llm, monkeypatch):
     if not CUDA:
         cascade, grammar = if_there("cascade"), if_there("grammar")
         mixins = [import_module("nanopaged.features.kinds.device").KindsRunner] if runner.config.groups else []
+        mixins += [import_module("nanopaged.features.kinds.recurrent").StatesRunner] if runner.config.states else []
         mixins += [cascade.CascadeRunner] if cascade else []
         runner.__class__, runner.graphs = runner_class([*mixins, GraphRunner]), {}
         for kind in [GraphRunner, grammar.Masks] if grammar else [GraphRunner]:

@@ -81,6 +81,8 @@ def modules_for(config: model.ModelConfig, modules: model.Modules = model.PLAIN)
         modules = feature("query_scale", "llama_4_scaling_beta in config.json").with_query_scale(modules)
     if config.groups:
         modules = feature("kinds.device", "a model with layers of several kinds").with_groups(modules)
+    if config.states:
+        modules = feature("kinds.recurrent", "a model with recurrent states").with_state_layers(modules, config)
     return modules
 
 

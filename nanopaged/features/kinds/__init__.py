@@ -97,7 +97,9 @@ class Part:
 class Kind(Protocol):
     """What one kind of layer does when the index does something. keys[i] is the prefix key of a text's first i + 1
     blocks. Numbers of blocks are those of the pool; math.inf says that the kind has no room in a place of its own."""
-    def begin_step(self) -> None: ...
+    part: "type[Part]"
+    def begin_step(self) -> Any: ...
+    def take_back(self, step: engine.SchedulerOutput) -> None: ...  # the step is not computed
     def most_needed(self, seq: engine.Sequence, keys: list) -> float: ...  # blocks, from there on for all its tokens
     def deepest(self, keys: list, seq: engine.Sequence) -> int: ...  # the number of keys after which it can go on
     def resume(self, part: Part, keys: list) -> None: ...  # go on after these keys
@@ -134,6 +136,11 @@ class Kinds(engine.BlockManager):
         super().check_idle()
         for kind in self.kinds.values():
             kind.check_idle()
+
+    def take_back(self, step: engine.SchedulerOutput) -> None:
+        super().take_back(step)
+        for kind in self.kinds.values():
+            kind.take_back(step)
 
     # ---- while a sequence runs
 
@@ -202,7 +209,7 @@ class Kinds(engine.BlockManager):
     def start(self, seq: Any, hit: engine.PrefixHit) -> None:
         branch, keys = super().find_prefix(seq).num_tokens, self.keys_of(hit)
         super().start(seq, hit)
-        seq.parts = Parts((name, Part(seq, branch)) for name in self.kinds)
+        seq.parts = Parts((name, kind.part(seq, branch)) for name, kind in self.kinds.items())
         for name, part in seq.parts.items():
             self.kinds[name].resume(part, keys)
 
@@ -211,7 +218,7 @@ class Kinds(engine.BlockManager):
         if not all(kind.may_fork(parent.parts[name], child) for name, kind in self.kinds.items()):
             return self.start(child, self.find_prefix(child))
         super().start(child, hit)
-        child.parts = Parts((name, Part(child, hit.num_tokens)) for name in self.kinds)
+        child.parts = Parts((name, kind.part(child, hit.num_tokens)) for name, kind in self.kinds.items())
         parent.parts.quiet_until = 0  # its last block is not its own any more
         for name, kind in self.kinds.items():
             kind.fork(parent.parts[name], child.parts[name], len(hit.blocks))

@@ -14,6 +14,7 @@ from nanopaged.features.kinds import NULL, Kinds, Part
 class Group:
     """name: of the group; window: in tokens, 0: its layers keep all; most_tokens: of a step. The blocks are the
     pool's, and so are the copies that a step makes of them and the offers that it takes back if it fails."""
+    part = Part
 
     def __init__(self, pool: Kinds, name: str, window: int, most_tokens: int):
         self.pool, self.name, self.window, self.block_size = pool, name, window, pool.block_size
@@ -24,6 +25,9 @@ class Group:
         return max(0, position - self.window + 1) // self.block_size if self.window else 0
 
     def begin_step(self) -> None:
+        """Nothing: the pool does."""
+
+    def take_back(self, step: engine.SchedulerOutput) -> None:
         """Nothing: the pool does."""
 
     def check_idle(self) -> None:

@@ -1,0 +1,248 @@
+"""The device's side of recurrent states: their slots, the batch rows, and what a layer reads of a batch.
+
+Layers with attention have one group and one pool, as in chapter 2. Each other layer has its states in place of K and V:
+tensors of float32, [slots, ..], such as the last inputs of a convolution. Slot 0 takes what nobody reads, and slot 1 is
+the state before all tokens, which is zero. Behind them come the slots of `states.py`.
+
+**A step** writes three states of each sequence: one after its last token, and two marks, which go to slot 0 if there
+are none. So the sizes do not change, and a step can be recorded. A batch row has the slots:
+
+    row    source, live, position of a mark, its slot, position, slot
+"""
+import sys
+from dataclasses import dataclass, fields
+from typing import Any, Callable, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from nanopaged import engine, kernel, model
+from nanopaged.device import transfer
+from nanopaged.device.pool import Pool
+from nanopaged.device.rows import Rows
+from nanopaged.device.runner import Runner, StepTensors
+from nanopaged.features.kinds import Kinds
+from nanopaged.features.kinds.states import MOST_MARKS, States
+from nanopaged.weights.build import memory_for
+
+STATES = "states"  # the kind's name
+NOBODYS, ZERO, FIRST = 0, 1, 2  # slots on the device; FIRST + states.NONE is ZERO
+EMPTY_ROW = [ZERO, NOBODYS] + [0, NOBODYS] * MOST_MARKS
+
+
+# --------------------------------------------------------------------------------------------------
+# The pool
+# --------------------------------------------------------------------------------------------------
+
+class StatesPool(Pool):
+    """The blocks of the layers with attention, and the slots of the others.
+
+    shapes: of the states of a layer; has_state: for each layer; num_texts: that run at once, at most; share: of the
+    memory beside their slots, for snapshots
+    """
+
+    def __init__(self, shapes: list[tuple[int, ...]], has_state: list[bool], num_texts: int, share: float,
+                 block_shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device):
+        super().__init__(has_state.count(False), block_shape, dtype, device)
+        self.shapes, self.has_state, self.num_texts, self.share = shapes, has_state, num_texts, share
+
+    @property
+    def slot_bytes(self) -> int:
+        return 4 * self.has_state.count(True) * sum(torch.Size(shape).numel() for shape in self.shapes)
+
+    def num_blocks_in(self, memory: int) -> int:
+        """Live slots come first. But they take half of the memory at most: fewer texts run at once then."""
+        self.num_texts = max(1, min(self.num_texts, memory // 2 // self.slot_bytes))
+        return int((memory - self.num_texts * self.slot_bytes) * (1 - self.share)) // self.block_bytes
+
+    def num_slots(self, num_blocks: int) -> int:
+        snapshots = int(num_blocks * self.block_bytes * self.share / (1 - self.share)) // self.slot_bytes
+        return self.num_texts + (max(snapshots, 1 + MOST_MARKS) if self.share else 0)
+
+    def allocate(self, num_blocks: int) -> Any:
+        """Each layer's cache: K and V, or its states."""
+        blocks, num_slots = iter(super().allocate(num_blocks)), self.num_slots(num_blocks)
+        with memory_for(f"{num_slots} recurrent states need {num_slots * self.slot_bytes / 2**30:.2f} GiB, which "
+                        f"{self.device} does not have; lower max_num_seqs or num_blocks"):
+            return [(self._states(num_slots), None) if has_state else next(blocks) for has_state in self.has_state]
+
+    def one_block(self, layer: int | None = None) -> Any:
+        return super().one_block() if layer is None or not self.has_state[layer] else self._states(0)
+
+    def _states(self, num_slots: int) -> list[Tensor]:
+        return [torch.zeros(FIRST + num_slots, *shape, device=self.device) for shape in self.shapes]
+
+
+# --------------------------------------------------------------------------------------------------
+# The rows and the batch
+# --------------------------------------------------------------------------------------------------
+
+class StatesRows(Rows):
+    def __init__(self, num_seqs: int, max_blocks: int, device: torch.device):
+        super().__init__(num_seqs, max_blocks, device)
+        self.slots = torch.tensor(EMPTY_ROW, dtype=torch.int32, device=device).repeat(num_seqs + 1, 1)
+
+    def send(self, seqs: list[Any]) -> None:
+        super().send(seqs)
+        new = [seq for seq in seqs if not seq.parts[STATES].is_sent]
+        if new:
+            entries = [number for seq in new for number in self._row(seq.parts[STATES])]
+            where, what = transfer.send(self.device, [[seq.row for seq in new], entries])
+            self.slots[where] = what.view(-1, len(EMPTY_ROW))
+
+    @staticmethod
+    def _row(part: Any) -> list[int]:
+        part.is_sent, row = True, [*part.row]
+        for i in (0, *range(1, len(row), 2)):  # slots
+            row[i] += FIRST
+        return row + EMPTY_ROW[len(row):]
+
+
+class StateSlots(NamedTuple):
+    """What layers with states read of a batch. Sequence i brings the tokens first[i] to first[i] + lens[i] - 1."""
+    first: Tensor  # [N]
+    lens: Tensor  # [N]
+    sources: Tensor  # [N] slots
+    targets: Tensor  # [N * W] slots: of each sequence the live one, and marks
+    counts: Tensor  # [N, W] the sequence's tokens of this step that the target's state has seen
+    inputs: Tensor  # [T, length] of a convolution, the oldest first: indices of `convolve`'s inputs
+    last_inputs: Tensor  # [N * W, length - 1] those that targets keep
+
+
+@dataclass
+class StatesBatch(model.Batch):
+    states: StateSlots
+
+
+def with_states(batch: model.Batch, rows: Tensor, length: int) -> StatesBatch:
+    """rows: of the sequences, as EMPTY_ROW; length: tokens of a convolution"""
+    first, lens = batch.query_start_loc[:-1], batch.query_start_loc.diff()
+    token = torch.arange(len(batch.input_ids), dtype=torch.int32, device=rows.device)
+    # The last place takes the padding behind its tokens.
+    place = torch.bucketize(token, batch.query_start_loc[1:], right=True, out_int32=True).clamp(max=len(lens) - 1)
+    marked = (rows[:, 2::2] - (batch.seq_lens - lens)[:, None]).clamp(min=0)
+    counts = torch.cat([lens[:, None], marked], 1)
+    back = torch.arange(length - 1, -1, -1, dtype=torch.int32, device=rows.device)  # tokens before another one
+
+    def inputs(place: Tensor, index: Tensor) -> Tensor:
+        """Of a window that ends at this token of a place's tokens: in this step's inputs, or in its state's."""
+        at = index[..., None] - back
+        new, old = (length - 1) * len(lens) + first[place][..., None] + at, (length - 1) * (place[..., None] + 1) + at
+        return torch.where(at < 0, old, new)
+
+    places = torch.arange(len(lens), dtype=torch.int32, device=rows.device)[:, None]
+    kept = inputs(places, counts - 1)[..., 1:].flatten(0, 1)
+    slots = StateSlots(first, lens, rows[:, 0], rows[:, 1::2].flatten(), counts, inputs(place, token - first[place]),
+                       kept)
+    return StatesBatch(*(getattr(batch, one.name) for one in fields(model.Batch)), slots)
+
+
+def convolve(u: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, s: StateSlots) -> Tensor:
+    """A causal convolution of each number of a vector by itself: u [T, D] -> [T, D]. states [slots, length - 1, D]: the
+    inputs before the step's, which are replaced by the last ones. weight [D, 1, length]"""
+    inputs = torch.cat([states.index_select(0, s.sources).flatten(0, 1).to(u.dtype), u])
+    states[s.targets] = inputs[s.last_inputs].to(states.dtype)
+    o = torch.einsum("tld,dl->td", inputs[s.inputs], weight[:, 0])
+    return o if bias is None else o + bias
+
+
+class StatesRunner(Runner):
+    rows: StatesRows
+    pool: StatesPool
+    splits_chunks = False  # see graphs.py
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        c, pool = self.config, self.pool
+        self.pool = StatesPool(c.states["shapes"], [layer in c.states["layers"] for layer in range(c.num_layers)],
+                               self.max_num_seqs, self.options.enable_prefix_caching * self.options.snapshot_memory,
+                               pool.block_shape, pool.dtype, pool.device)
+
+    def _make_rows(self) -> Rows:
+        return StatesRows(self.max_num_seqs, engine.cdiv(self.max_model_len, self.block_size), self.device)
+
+    def make_batch(self, sent: StepTensors, *args: Any) -> model.Batch:
+        batch = super().make_batch(sent, *args)
+        return with_states(batch, self.rows.slots.index_select(0, sent.rows), self.config.states["length"])
+
+
+# --------------------------------------------------------------------------------------------------
+# The layers
+# --------------------------------------------------------------------------------------------------
+
+class Convolution(nn.Module):
+    """The parameters of `convolve`."""
+
+    def __init__(self, size: int, length: int, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, 1, length))
+        self.bias = nn.Parameter(torch.empty(size)) if bias else None
+
+
+class StateLayer(model.Layer):
+    """A layer with states in place of K and V: `make` makes its modules, out_proj among them, and `mix` computes what
+    out_proj gets."""
+    is_short = False  # its `attention` returns the rows whose logits are read
+
+    def __init__(self, config: model.ModelConfig, index: int, modules: model.Modules) -> None:
+        nn.Module.__init__(self)
+        self.config, c, m = config, config, modules
+        self.input_layernorm, self.post_attention_layernorm = m.norm(c, c.hidden_size), m.norm(c, c.hidden_size)
+        self.attention_post_norm = self.mlp_post_norm = nn.Identity()
+        self.make(c, m)
+        self.mlp = m.mlp(c, index, m)
+
+    def make(self, config: model.ModelConfig, modules: model.Modules) -> None:
+        raise NotImplementedError
+
+    def mix(self, x: Tensor, states: list[Tensor], slots: StateSlots) -> Tensor:
+        """[T, D] -> [T, ..]"""
+        raise NotImplementedError
+
+    def attention(self, x: Tensor, rope: Tensor | None, batch: Any, cache: Any, kernels: kernel.Kernels) -> Any:
+        o = self.mix(x, cache[0], batch.states)
+        return self.out_proj(model.select_rows(o, batch) if self.is_short else o)
+
+
+def with_state_layers(modules: model.Modules, config: model.ModelConfig) -> model.Modules:
+    """The modules, with the family's layers where config.states has them."""
+    def choose(base: type[model.Layer]) -> Callable[..., model.Layer]:
+        is_short = base.attention is not model.Layer.attention  # as in last_layer.py
+        layer = type(f"{base.__name__}WithStates", (config.states["layer"], base), {"is_short": is_short})
+        return lambda c, i, m: (layer if i in c.states["layers"] else base)(c, i, m)
+    return modules._replace(layer=choose(modules.layer), last_layer=choose(modules.last_layer))
+
+
+# --------------------------------------------------------------------------------------------------
+# The engine's parts
+# --------------------------------------------------------------------------------------------------
+
+def check(options: Any) -> None:
+    """ValueError: an option that does not go with states."""
+    if options.tensor_parallel_size > 1:
+        raise ValueError("tensor_parallel_size cuts attention into heads, and a model with recurrent states has other "
+                         "layers, too; use data_parallel_size, or one GPU")
+    if options.speculative_config is not None:
+        raise ValueError("speculative_config takes back drafts that were wrong, and a recurrent state cannot go back; "
+                         "leave speculative_config out")
+    if options.swap_space:
+        raise ValueError("swap_space moves K and V to the host, and the recurrent states of this model would be lost; "
+                         "leave swap_space out")
+
+
+def make_manager(options: Any, runner: Any, num_blocks: int, _: int) -> Kinds:
+    manager = Kinds(num_blocks, runner.block_size, options.enable_prefix_caching)
+    manager.most_tokens = options.max_num_batched_tokens
+    pool = runner.pool
+    if pool.num_texts < options.max_num_seqs:
+        print(f"{pool.num_texts} texts run at once, not max_num_seqs {options.max_num_seqs}: each has recurrent states of "
+              f"{pool.slot_bytes / 2**20:.1f} MiB, and all of them may take half of the memory", file=sys.stderr)
+    manager.kinds[STATES] = States(manager, pool.num_texts, pool.num_slots(num_blocks), runner.config.states["unit"])
+    return manager
+
+
+class StatesScheduler(engine.Scheduler):
+    """At most as many texts run at once as there are live slots."""
+
+    def __init__(self, manager: Any, max_num_seqs: int, max_num_batched_tokens: int):
+        super().__init__(manager, min(max_num_seqs, manager.kinds[STATES].num_texts), max_num_batched_tokens)

@@ -1,0 +1,173 @@
+"""LFM2 in an engine: the texts of transformers, and what goes together with recurrent states."""
+import json
+from functools import cache
+
+import pytest
+import torch
+
+from nanopaged import BeamSearchParams, SamplingParams
+from nanopaged.device import trial
+from nanopaged.features import graphs
+from nanopaged.tests.helpers import (
+    GOLDEN,
+    GREEDY,
+    PROMPT,
+    assert_golden,
+    complaint,
+    expectations,
+    load,
+    pools,
+    prompt_logits,
+    tokens_of,
+)
+from nanopaged.tests.test_graphs import SHORTAGES, record_graphs
+from nanopaged.weights import families
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("options", [
+    dict(num_blocks=30, block_size=4, max_num_batched_tokens=7), dict(enable_prefix_caching=False),
+    dict(enforce_eager=True, max_num_seqs=3), dict(block_size=1, num_blocks=900, snapshot_memory=0.9)], ids=str)
+def test_texts_of_transformers(options, lookahead):
+    """In chunks, with preemptions, and from snapshots."""
+    llm = load("lfm2", device="cpu", lookahead=lookahead, **options)
+    assert_golden(llm, "lfm2", times=3)
+    assert_golden(llm, "lfm2")
+    llm.scheduler.block_manager.check_idle()
+    assert ("num_batched" in str(options)) == (llm.counts.num_preemptions > 0)
+
+
+def test_logits_of_transformers():
+    prompts, _, logits = expectations("lfm2")
+    found = prompt_logits(load("lfm2", device="cpu"), prompts[2].tolist())
+    torch.testing.assert_close(found, logits[2], rtol=1e-4, atol=1e-4)
+
+
+# ---- What goes together, and what does not
+
+MIXED = [GREEDY, SamplingParams(temperature=0.9, seed=5, max_tokens=20, ignore_eos=True, repetition_penalty=1.3),
+         SamplingParams(temperature=0.8, seed=6, n=3, max_tokens=12, ignore_eos=True, logprobs=2),
+         SamplingParams(temperature=0, max_tokens=9, prompt_logprobs=1, presence_penalty=0.7)]
+PROMPTS = [PROMPT[:n] + list(range(n)) for n in (3, 9, 15, 15, 4, 12)] + [PROMPT + PROMPT, [7], PROMPT]
+
+
+def mixed_texts(**options):
+    llm = pools(**dict(count=1, model="lfm2", snapshot_memory=0.5) | options)
+    outputs = llm.generate(PROMPTS, [MIXED[i % 4] for i in range(len(PROMPTS))])
+    for one in llm.engines:
+        one.scheduler.block_manager.check_idle()
+    return [[sample.token_ids for sample in output.outputs] for output in outputs], llm.counts.num_preemptions
+
+
+plain_texts = cache(lambda: mixed_texts(enforce_eager=True, enable_prefix_caching=False)[0])
+
+
+@pytest.mark.parametrize("options", [
+    dict(lookahead=1), dict(num_blocks=14), dict(num_blocks=16, lookahead=1), dict(count=2), dict(max_num_seqs=2),
+    dict(max_num_batched_tokens=9, lookahead=1), dict(snapshot_memory=0)], ids=str)
+def test_mixed_requests_get_the_same_texts(options):
+    """Samples, penalties, log probabilities of both kinds; two pools."""
+    found, num_preempted = mixed_texts(**options)
+    assert found == plain_texts() and bool(num_preempted) == ("num_blocks" in options)
+
+
+@pytest.mark.parametrize("options", SHORTAGES)
+def test_recorded_steps(monkeypatch, options):
+    """With pretended graphs, as in test_graphs.py."""
+    monkeypatch.setattr(graphs, "TOKEN_SIZES", [16, 32])
+    monkeypatch.setattr(graphs, "DECODE_SIZES", [1, 2])
+    llm = load("lfm2", device="cpu", **dict(max_num_seqs=8, max_num_batched_tokens=40) | options)
+    replayed = record_graphs(llm, monkeypatch)
+    assert_golden(llm, "lfm2", times=2)
+    assert_golden(llm, "lfm2")
+    assert {shape.num_tiles > 0 for shape in replayed} == {True, False}
+
+
+def test_forced_tokens_stay_one_place(monkeypatch):
+    """A grammar forces tokens; in a recorded step they are a chunk, because each token's state follows the other's."""
+    params = SamplingParams(temperature=0, max_tokens=24, structured_outputs=dict(regex=r"(a|b)cdefgh(i|j)klmnop"))
+    def run(record):
+        llm = load("lfm2", device="cpu", tokenizer=str(GOLDEN.parent / "shakespeare"), max_num_seqs=4,
+                   max_num_batched_tokens=40)
+        replayed = record_graphs(llm, monkeypatch) if record else []
+        return tokens_of(llm.generate([PROMPT[:5], PROMPT[:9]], params)), replayed
+
+    (expected, _), (found, replayed) = run(False), run(True)
+    assert found == expected and replayed
+
+
+def test_over_an_fp8_cache():
+    llm = load("lfm2", device="cpu", kv_cache_dtype="fp8", block_size=4)
+    first, second = tokens_of(llm.generate([list(range(20))] * 2, GREEDY))
+    assert first == second and all(0 < scale <= 1 for cache in llm.runner.kv_cache for scale in cache[2:])
+
+
+@pytest.mark.parametrize("option, word", [
+    (dict(tensor_parallel_size=2), "tensor_parallel_size"), (dict(swap_space=1), "swap_space"),
+    (dict(speculative_config={"num_speculative_tokens": 2}), "speculative_config")], ids=str)
+def test_options_without_states(option, word):
+    assert word in complaint(load, "lfm2", device="cpu", **option)
+
+
+def test_beams_are_refused():
+    llm = load("lfm2", device="cpu")
+    assert "n samples" in complaint(llm.beam_search, [PROMPT], BeamSearchParams(beam_width=2, max_tokens=3))
+    assert_golden(llm, "lfm2")
+
+
+def test_a_failed_step_loses_no_slot():
+    llm = load("lfm2", device="cpu", block_size=4, max_num_batched_tokens=16)
+    launch, count = llm.runner.launch, [0]
+
+    def fail(step):
+        count[0] += 1
+        if count[0] % 5 == 0:
+            launch(step)  # the states are advanced
+            raise OSError("gone")
+        return launch(step)
+
+    llm.runner.launch = fail
+    prompts, continuations, _ = expectations("lfm2")
+    requests, done = [llm.add_request(prompt.tolist(), GREEDY) for prompt in prompts], {}
+    while llm.has_unfinished_requests():
+        try:
+            done |= {output.request_id: output for output in llm.step() if output.finished}
+        except OSError:
+            pass
+    assert tokens_of([done[request] for request in requests]) == [text.tolist() for text in continuations]
+    llm.scheduler.block_manager.check_idle()
+    assert count[0] > 10
+
+
+# ---- Memory
+
+def test_live_slots_take_half_of_the_memory_at_most(capsys, monkeypatch):
+    """A slot of the golden: 3 layers of 2 * 32 numbers of 4 bytes. A block: 2 layers, K and V of 16 tokens, 2 * 8."""
+    monkeypatch.setattr(trial, "DEFAULT_CPU_POOL", memory := 200_000)
+    llm = load("lfm2", device="cpu", num_blocks=None, max_num_seqs=256)
+    pool, slot, block = llm.runner.pool, 3 * 2 * 32 * 4, 2 * 2 * 16 * 2 * 8 * 4
+    assert pool.slot_bytes == slot and pool.block_bytes == block
+    kind = llm.scheduler.block_manager.kinds["states"]
+    assert kind.num_texts == llm.scheduler.max_num_seqs == memory // 2 // slot
+    assert f"{kind.num_texts} texts run at once" in capsys.readouterr().err
+    num_blocks = llm.scheduler.block_manager.num_blocks
+    assert num_blocks == int((memory - kind.num_texts * slot) * 0.9) // block
+    assert memory - block - 2 * slot < kind.num_blocks * slot + num_blocks * block <= memory
+    assert_golden(llm, "lfm2", times=100)
+    llm = load("lfm2", device="cpu", num_blocks=None, max_num_seqs=8)
+    assert llm.scheduler.max_num_seqs == 8 and not capsys.readouterr().err
+
+
+def test_states_are_float32():
+    llm = load("lfm2", device="cpu", dtype="bfloat16")
+    assert {state.dtype for layer in llm.config.states["layers"] for state in llm.runner.kv_cache[layer][0]} == {
+        torch.float32}
+    assert {llm.runner.kv_cache[layer][0].dtype for layer in (1, 3)} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("change", [
+    dict(layer_types=["conv"] * 5), dict(layer_types=["conv", "full_attention"]), dict(conv_L_cache=1),
+    dict(layer_types=["mamba"] * 5)], ids=str)
+def test_what_a_config_cannot_say(change):
+    hf = json.loads((GOLDEN / "lfm2" / "config.json").read_text())
+    assert "config.json" in complaint(families.read_model_config, hf | change)
