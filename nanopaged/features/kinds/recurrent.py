@@ -235,8 +235,8 @@ def make_manager(options: Any, runner: Any, num_blocks: int, _: int) -> Kinds:
     manager.most_tokens = options.max_num_batched_tokens
     pool = runner.pool
     if pool.num_texts < options.max_num_seqs:
-        print(f"{pool.num_texts} texts run at once, not max_num_seqs {options.max_num_seqs}: each has recurrent states of "
-              f"{pool.slot_bytes / 2**20:.1f} MiB, and all of them may take half of the memory", file=sys.stderr)
+        print(f"{pool.num_texts} texts run at once, not max_num_seqs {options.max_num_seqs}: each has recurrent states "
+              f"of {pool.slot_bytes / 2**20:.1f} MiB, and all of them may take half of the memory", file=sys.stderr)
     manager.kinds[STATES] = States(manager, pool.num_texts, pool.num_slots(num_blocks), runner.config.states["unit"])
     return manager
 
