@@ -1,9 +1,12 @@
 """For all tests: see helpers.py for what they import."""
 import os
 import re
+import sys
+from importlib import import_module
 
 import pytest
 
+from nanopaged import options
 from nanopaged.tests.without import feature_names, feature_of, is_there
 
 pytest.register_assert_rewrite("nanopaged.tests.helpers")
@@ -41,26 +44,49 @@ def keeps(request):
 
 # ---- Tests of features that were taken away
 
+MISSED = set()  # features that the test has asked for, and that are not there
+
+
+def import_noted(module: str):
+    """import_module, for nanopaged.options.feature where a feature is not there. (What is on by default and missing is
+    no reason to skip a test: the plain part runs.)"""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if sys._getframe(2).f_code.co_name != "default_feature":
+            MISSED.update(re.findall(r"nanopaged\.features\.(\w+)", error.name))
+        raise
+
+
+if not all(map(is_there, feature_names())):
+    options.import_module = import_noted
+
+
 def skip_if_it_was_taken_away(error: BaseException | None):
-    """Skips what ended with this error because a feature of README's table, or a file of its tests, is not there. (A
-    test that expects another sentence or exit code fails instead: helpers.needs says what it needs.)"""
+    """Skips what ended with this error where a feature of README's table, or a file of its tests, is not there, if the
+    error says so, or if the test has asked for one. (Of other processes a test says with helpers.needs what they
+    need.)"""
     found = re.search(r"nanopaged[./]features[./](\w+)|'(\w+)' from 'nanopaged\.features'|nanopaged\.tests\.(test_\w+)",
-                      str(error))
-    name = found and (found[1] or found[2] or feature_of(found[3]))
-    if name in feature_names() and not is_there(name) and not isinstance(error, AssertionError):
-        pytest.skip(f"needs nanopaged/features/{name}, which is not there")
+                      "" if isinstance(error, AssertionError) else str(error))
+    names = {*MISSED, found and (found[1] or found[2] or feature_of(found[3]))} & feature_names()
+    for name in sorted(names):
+        if not is_there(name):
+            pytest.skip(f"needs nanopaged/features/{name}, which is not there")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
     try:
         return (yield)
-    except Exception as error:
+    except (Exception, pytest.fail.Exception) as error:
         skip_if_it_was_taken_away(error)
         raise
 
 
-pytest_runtest_setup = pytest_runtest_call  # fixtures
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item):
+    MISSED.clear()
+    return (yield from pytest_runtest_call(item))
 
 
 class File(pytest.Module):

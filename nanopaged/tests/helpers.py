@@ -69,8 +69,12 @@ def without_notes(err: str) -> str:
 
 
 def if_there(feature: str):
-    """The module of a feature, or None where it was taken away."""
-    return import_module(f"nanopaged.features.{feature}") if is_there(feature) else None
+    """The module of a feature, or None where it, or one that it needs, was taken away."""
+    try:
+        return import_module(f"nanopaged.features.{feature}")
+    except ImportError:
+        if all(map(is_there, feature_names())):
+            raise
 
 
 def load(model="shakespeare", *, graphs=False, lookahead=None, **options) -> LLM:

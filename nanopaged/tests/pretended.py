@@ -86,3 +86,38 @@ def kept(llm):
     tensors = dict(llm.runner.model.named_parameters())
     return {name: fp8_weight(tensor, tensors[name.replace("weight", "scale")]) for name, tensor in tensors.items()
             if tensor.dtype is torch.float8_e4m3fn}
+
+
+class PretendedGraph:
+    """A stand-in for a CUDA graph on a CPU: it does again what was done while it was recorded."""
+    recording = None
+
+    def __init__(self):
+        self.steps = []
+
+    def pool(self):
+        pass
+
+    def replay(self):
+        for step, outputs in self.steps:
+            for output, new in zip(outputs, step(), strict=True):
+                output.copy_(new)
+
+    def capture_begin(self, *_, **__):
+        PretendedGraph.recording = self
+
+    def capture_end(self):
+        PretendedGraph.recording = None
+
+
+def pretend_to_record(step):
+    """The step of a runner, or of masks, that a pretended graph can do again."""
+    def record(*args):
+        graph = PretendedGraph.recording
+        if graph and hasattr(args[-1], "num_tiles"):
+            blank_input(*args)
+        outputs = step(*args)
+        if graph:
+            graph.steps.append((lambda: step(*args), outputs))
+        return outputs
+    return record

@@ -26,7 +26,7 @@ from nanopaged import LLM, SamplingParams, kernel
 from nanopaged.api.assemble import pick_runner
 from nanopaged.cli import main as cli
 from nanopaged.options import default_feature
-from nanopaged.tests.helpers import GOLDEN, ROOT, complaint
+from nanopaged.tests.helpers import GOLDEN, ROOT, complaint, needs
 from nanopaged.tests.without import feature_of, files_of_tests, run_without
 from nanopaged.text.tokenizer import load_tokenizer
 from nanopaged.weights.build import modules_for
@@ -168,6 +168,7 @@ def run_a_mixture(name, connection):
     connection.send(workers.__name__)
 
 
+@needs("experts", "tensor_parallel")
 @pytest.mark.parametrize("name", sorted({*MISSED} - {"ray_data", "ray_serve"}))
 def test_no_feature_needs_one_that_is_on_by_default(name):
     """A mixture of experts runs without it, and the code for several GPUs can be imported."""
@@ -263,7 +264,7 @@ KNOWN = dict(
 # all features do, a simulation does it, and attention and the model's settings have sliding windows of their own.
 FORMATS = {"options.py", "sampling_params.py", "outputs.py", "trace.py", "frames.py", "page.py", "simulate.py"}
 ATTENTION = {"kernel.py", "model.py", "tiles.py", "families.py", "rectangles.py", "warmup.py", "cascade.py",
-             "hopper.py", "experts.py", "gpt_oss.py"}
+             "hopper.py", "experts.py", "more_families.py", "gpt_oss.py"}
 
 
 @cache

@@ -19,7 +19,6 @@ from nanopaged.features import grammar as grammars
 from nanopaged.features.grammar import compiler_of, source_of
 from nanopaged.tests.helpers import BUNDLED, GOLDEN, complaint, freed_at_once, load, write_files
 from nanopaged.tests.helpers import run as run_checked
-from nanopaged.tests.test_drafts import assert_prints_the_readmes_trace
 from nanopaged.tests.test_tokenizer import DEEPSEEK
 from nanopaged.text.tokenizer import load_tokenizer
 
@@ -490,5 +489,6 @@ def test_replayed_steps_wait_for_the_masks(llguidance):
 
 
 def test_the_readmes_trace(llguidance, capsys):
+    from nanopaged.tests.test_drafts import assert_prints_the_readmes_trace
     assert_prints_the_readmes_trace(capsys, "### Structured output", "--regex", "--prompt", "ROMEO: ",
                                     "--block-size", "4")

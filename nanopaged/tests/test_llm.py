@@ -13,7 +13,7 @@ import torch
 import nanopaged
 from nanopaged import LLM, SamplingParams, optional_triton
 from nanopaged.options import OPTIONS
-from nanopaged.tests.helpers import GREEDY, PROMPT, complaint, freed_at_once, load, shared, tokens_of
+from nanopaged.tests.helpers import GREEDY, PROMPT, complaint, freed_at_once, load, needs, shared, tokens_of
 from nanopaged.tiles import widest_window
 
 # ---- Requests
@@ -185,6 +185,7 @@ def test_hf_overrides_replace_entries_of_the_config():
 
 # ---- The life of an engine
 
+@needs("beam", "logprobs", "samples")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_process_gets_a_sentence(tmp_path):

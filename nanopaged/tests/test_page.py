@@ -13,7 +13,7 @@ from nanopaged import SamplingParams
 from nanopaged.cli.main import main
 from nanopaged.features.frames import VERSION
 from nanopaged.features.page import Page
-from nanopaged.tests.helpers import ROOT, load
+from nanopaged.tests.helpers import ROOT, load, needs
 from nanopaged.tests.test_cli import interrupted_at
 from nanopaged.tests.test_trace import Witness
 
@@ -120,6 +120,7 @@ def test_the_pictures_and_the_frames_in_the_readme(tmp_path):
     assert f"`version` ({VERSION})" in table
 
 
+@needs("drafts", "samples", "swapping")
 def test_a_page_on_request_also_of_an_interrupted_run(tmp_path, capsys):
     """The text is as without it, and the rest goes to stderr. The page has no parts outside of its file."""
     texts = []

@@ -21,6 +21,7 @@ from nanopaged.tests.helpers import (
     ROOT,
     assert_golden,
     load,
+    needs,
     needs_gpu,
     needs_kernel,
     shared,
@@ -121,6 +122,7 @@ for path, mib, *options in json.loads(sys.argv[1]):
 """
 
 
+@needs("fp8_cache")
 @pytest.mark.skipif(CUDA or sys.platform != "linux", reason="needs /proc, a limit on a process's memory that holds, "
                     "and a torch that takes as little memory at its start as one without CUDA")
 def test_whatever_lacks_memory_at_the_start_gets_a_sentence(tmp_path):
