@@ -69,7 +69,7 @@ SHAPES["gpt-oss-20b"] = dict(
     num_hidden_layers=24, num_attention_heads=64, num_key_value_heads=8, head_dim=64, intermediate_size=2880,
     num_local_experts=32, num_experts_per_tok=4, sliding_window=128, max_position_embeddings=131072,
     rms_norm_eps=1e-5, quantization_config={"quant_method": "mxfp4"}, torch_dtype="bfloat16")
-SHAPES["gpt-oss-20b in 16 bits"] = SHAPES["gpt-oss-20b"] | dict(quantization_config=None)
+SHAPES["gpt-oss, 16 bits"] = SHAPES["gpt-oss-20b"] | dict(quantization_config=None)
 VLLM = {  # for rows of this file: vLLM 0.26.0 on an H200, 2026-11-22
     "0.6B decode, batch 1, context 512": "1.67", "0.6B decode, batch 8, context 512": "1.92",
     "0.6B decode, batch 64, context 512": "3.25", "0.6B decode, batch 256, context 512": "6.99",
@@ -454,7 +454,7 @@ def experts(limits: Card, quick: bool) -> None:
 
 def gpt_oss(limits: Card, quick: bool) -> None:
     """gpt-oss-20b's shape, with experts in MXFP4 and in 16 bits."""
-    for label in ("gpt-oss-20b", "gpt-oss-20b in 16 bits"):
+    for label in ("gpt-oss-20b", "gpt-oss, 16 bits"):
         sizes, llm = sizes_of(label), random_llm(SHAPES[label], max_model_len=9000)
         decode_rows(limits, llm, label, sizes, (1, 8, 64))
         workload_row(limits, llm, label, sizes)
