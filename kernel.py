@@ -414,10 +414,10 @@ def empty_sums(q: Tensor, num_seqs: int, num_splits: int) -> tuple[Tensor, Tenso
 
 def merge_splits(launch: Launch, sums: tuple[Tensor, Tensor], tile_n: int) -> None:
     """Fill `out` from the sums of all splits."""
-    out, (*_, seq_lens, query_start_loc), (_, v_scale), (_, _, out_token, out_head, _), constants = launch
+    out, (*_, seq_lens, query_start_loc, sinks), (_, v_scale), (_, _, out_token, out_head, _), constants = launch
     num_seqs, num_heads, num_splits, head_dim = sums[0].shape
     merge_splits_kernel[(num_seqs, num_heads)](
-        out, *sums, seq_lens, query_start_loc, v_scale, out_token, out_head, num_splits, HEAD_DIM=head_dim,
+        out, *sums, seq_lens, query_start_loc, sinks, v_scale, out_token, out_head, num_splits, HEAD_DIM=head_dim,
         DIM_PADDED=constants["DIM_PADDED"], TILE_N=tile_n, WINDOW=constants["WINDOW"], num_warps=1,
         **launch_options(out.device))
 
