@@ -63,6 +63,13 @@ SHAPES = {name: QWEN3 | dict(zip(SIZES, sizes)) for name, sizes in {
 SHAPES["30B-A3B"] = QWEN3 | dict(zip(SIZES, (2048, 48, 32, 6144, False))) | dict(
     architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", num_key_value_heads=4, num_experts=128,
     num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True)
+# openai/gpt-oss-20b: of 21B weights, 19B of them in MXFP4, a token is multiplied by 3.6B.
+SHAPES["gpt-oss-20b"] = dict(
+    architectures=["GptOssForCausalLM"], model_type="gpt_oss", vocab_size=201088, hidden_size=2880,
+    num_hidden_layers=24, num_attention_heads=64, num_key_value_heads=8, head_dim=64, intermediate_size=2880,
+    num_local_experts=32, num_experts_per_tok=4, sliding_window=128, max_position_embeddings=131072,
+    rms_norm_eps=1e-5, quantization_config={"quant_method": "mxfp4"}, torch_dtype="bfloat16")
+SHAPES["gpt-oss, 16 bits"] = SHAPES["gpt-oss-20b"] | dict(quantization_config=None)
 VLLM = {  # for rows of this file: vLLM 0.26.0 on an H200, 2026-11-22
     "0.6B decode, batch 1, context 512": "1.67", "0.6B decode, batch 8, context 512": "1.92",
     "0.6B decode, batch 64, context 512": "3.25", "0.6B decode, batch 256, context 512": "6.99",
@@ -443,6 +450,15 @@ def experts(limits: Card, quick: bool) -> None:
     for batch in (1, 8, 64, 256):
         row(f"30B-A3B decode, batch {batch}, experts of a layer", experts_chosen(llm, batch), "of 128",
             note=f"{sizes.experts_read(batch):.1f} if each token chose evenly")
+
+
+def gpt_oss(limits: Card, quick: bool) -> None:
+    """gpt-oss-20b's shape, with experts in MXFP4 and in 16 bits."""
+    for label in ("gpt-oss-20b", "gpt-oss, 16 bits"):
+        sizes, llm = sizes_of(label), random_llm(SHAPES[label], max_model_len=9000)
+        decode_rows(limits, llm, label, sizes, (1, 8, 64))
+        workload_row(limits, llm, label, sizes)
+        del llm
 
 
 def experts_chosen(llm: LLM, batch: int, context: int = 512) -> float:
@@ -830,7 +846,8 @@ def machine() -> str:
 
 ANYWHERE: list[Callable[..., None]] = [scheduler, fragmentation, batching, server]
 ON_CUDA: list[Callable[..., None]] = [start, attention, paging, decode, throughput, shared, latency, large, experts,
-                                      structured, drafts, simulate, data_parallel, tensor_parallel, parallel_sizes]
+                                      gpt_oss, structured, drafts, simulate, data_parallel, tensor_parallel,
+                                      parallel_sizes]
 QUICK = {"scheduler", "fragmentation", "batching", "server", "attention", "decode"}
 
 

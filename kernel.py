@@ -233,9 +233,6 @@ TORCH = Kernels(rotate_and_store_reference, paged_attention_reference)
 # plain layout.
 # --------------------------------------------------------------------------------------------------
 
-LOG2_E = tl.constexpr(math.log2(math.e))  # kernels may read a global only if it is a constexpr
-
-
 # --------------------------------------------------------------------------------------------------
 # In Triton: filling the cache
 # --------------------------------------------------------------------------------------------------
@@ -522,7 +519,7 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
 
 @jit
 def load_queries(queries, keys, index, sizes):
-    """Some queries of a tile: q [n, DIM_PADDED], positions and heads [n], addresses of the results, which exist.
+    """Some queries of a tile: q [n, DIM_PADDED], positions and heads [n], the results' addresses, which exist.
 
         index         0     1     2     3     4     5        with GROUP 2
         new token     0     0     1     1     2     2        after `first`
@@ -602,7 +599,7 @@ def _normalize(sums, sinks, head, v_scale, AXIS: tl.constexpr):
     """The result: acc over the sum of weights along AXIS; 0 where no key was seen. A sink is one more key, with V 0."""
     weights = sums.sum
     if sinks is not None:
-        weights += tl.exp2(tl.load(sinks + head).to(tl.float32) * LOG2_E - sums.max)
+        weights += tl.exp2(tl.load(sinks + head).to(tl.float32) * 1.4426950408889634 - sums.max)  # log2(e)
     return sums.acc / tl.expand_dims(tl.where(weights == 0, 1.0, weights), AXIS) * v_scale
 
 

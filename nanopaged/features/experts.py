@@ -63,7 +63,7 @@ class Experts(nn.Module):
             one, (module, kind) = function(first), name.split(".")
             self.whole[name] = one.new_empty(len(self.experts), *one.shape)
             for expert, part in zip(self.experts, self.whole[name]):
-                setattr(expert.get_submodule(module), kind, nn.Parameter(part))
+                setattr(expert.get_submodule(module), kind, nn.Parameter(part, requires_grad=False))
         return self
 
 

@@ -310,7 +310,7 @@ def _compute(out, q, k, v, batch, sinks, scale, out_token, out_head, HALF: tl.co
         total = sums.sum
         if sinks is not None:  # as in `_normalize`
             head = item.kv_head * GROUP + gl.minimum(row % PADDED, GROUP - 1)
-            total += gl.exp2(gl.load(sinks + head).to(gl.float32) * kernel.LOG2_E - sums.max)
+            total += gl.exp2(gl.load(sinks + head).to(gl.float32) * 1.4426950408889634 - sums.max)
         my_q.store((sums.acc * (1.0 / total)[:, None]).to(out.dtype.element_ty))
         result = my_q.load(LINES)
         fence_async_shared()

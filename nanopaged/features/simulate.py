@@ -68,6 +68,7 @@ class Sizes(NamedTuple):
     experts: int  # of a layer, and how many of them a token chooses; 1 and 1 in a dense model
     top_k: int
     weight_bytes: float  # of a weight
+    expert_bytes: float  # of an expert's weight: in MXFP4 4 bits, and a scale of 8 bits for each 32
     token_bytes: float  # K and V of a token in one layer
     head_numbers: int  # query heads * head_dim
     windows: tuple[tuple[int, int], ...]  # (sliding window or 0, number of layers but the last one)
@@ -85,10 +86,13 @@ class Sizes(NamedTuple):
         head = c.hidden_size * c.vocab_size
         body = kv_proj * c.num_layers + q_and_o * (c.num_layers - 1) + sum(dense[:-1])
         last, itemsize = q_and_o + dense[-1] + head, c.torch_dtype.itemsize
+        expert_bytes = 17 / 32 if c.four_bits else itemsize
         return cls(c.num_layers, (body, expert * sum(mixtures[:-1])), (last, expert * mixtures[-1]), count, top_k,
-                   itemsize, 2 * c.num_kv_heads * c.head_dim * (kv_bytes or itemsize), c.num_heads * c.head_dim,
+                   itemsize, expert_bytes, 2 * c.num_kv_heads * c.head_dim * (kv_bytes or itemsize),
+                   c.num_heads * c.head_dim,
                    tuple(Counter((c.sliding_windows or [0] * c.num_layers)[:-1]).items()),
-                   itemsize * (body + last + head * (not c.tie_word_embeddings) + expert * count * sum(mixtures)))
+                   itemsize * (body + last + head * (not c.tie_word_embeddings))
+                   + expert_bytes * expert * count * sum(mixtures))
 
     def experts_read(self, num_tokens: int) -> float:
         """How many experts of a layer so many tokens choose, if each chooses evenly; of a dense model 1."""
@@ -109,7 +113,7 @@ class Card(NamedTuple):
 
     def products_seconds(self, m: Sizes, num_tokens: int, num_samples: int) -> float:
         """The least time of a step's matrix products."""
-        return sum(max(m.weight_bytes * (dense + expert * m.experts_read(rows)) / self.copy,
+        return sum(max((m.weight_bytes * dense + m.expert_bytes * expert * m.experts_read(rows)) / self.copy,
                        2 * (dense + expert * m.top_k) * rows / self.product)
                    for (dense, expert), rows in ((m.body, num_tokens), (m.last, num_samples)))
 

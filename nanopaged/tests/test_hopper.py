@@ -42,7 +42,7 @@ def problem(query_lens, seq_lens, heads=16, kv_heads=8, head_dim=128, dtype=torc
     return q, pool[0], pool[1], tables, lens.cuda(), starts.cuda()
 
 
-def exact(q, k_cache, v_cache, tables, lens, starts, window=0):
+def exact(q, k_cache, v_cache, tables, lens, starts, window=0, sinks=None):
     """Attention in float64, with products written out."""
     out = torch.zeros(q.shape, dtype=torch.float64, device="cuda")
     for i, n in enumerate(lens.tolist()):
@@ -52,16 +52,19 @@ def exact(q, k_cache, v_cache, tables, lens, starts, window=0):
         scores = torch.einsum("qhd,khd->hqk", q[rows].double(), k) * q.shape[2] ** -0.5
         query = key[n - scores.shape[1]:, None]
         hidden = (key > query) | (key <= query - (window or n))
-        out[rows] = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -math.inf).softmax(-1), v)
+        scores = scores.masked_fill(hidden, -math.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, scores.shape[1], 1)], -1)
+        out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :n], v)
     return out
 
 
-def prefill(args, window=0, query_tiles=None):
+def prefill(args, window=0, query_tiles=None, sinks=None):
     """The rows of prompts; the others keep a 7."""
     q, lens, starts = args[0], args[4], args[5]
     return attention(*args, q.shape[2] ** -0.5, max_query_len=int(starts.diff().max()), num_decodes=0,
                                   max_seq_len=int(lens.max()), sliding_window=window, query_tiles=query_tiles,
-                                  out=torch.full_like(q, 7.0))
+                                  sinks=sinks, out=torch.full_like(q, 7.0))
 
 
 def rule(args):
@@ -97,6 +100,15 @@ def test_windows(heads, kv_heads, head_dim, window):
             cache[table[:left].long()] = math.nan
         table[:left // 2] = -1  # as an engine's tables have it
     assert relative_error(prefill(args, window)[ROWS_OF_PREFILL], expected) < 4e-3
+
+
+@needs_hopper
+@pytest.mark.parametrize("window", [0, 128])
+@pytest.mark.parametrize("heads, kv_heads, head_dim", [(16, 2, 64), (14, 2, 64), (16, 8, 128)])
+def test_sinks(heads, kv_heads, head_dim, window):
+    args, sinks = problem(*BATCH, heads, kv_heads, head_dim), torch.linspace(-3, 9, heads, device="cuda").bfloat16()
+    out, expected = prefill(args, window, sinks=sinks), exact(*args, window, sinks)
+    assert rule(args) and relative_error(out[ROWS_OF_PREFILL], expected[ROWS_OF_PREFILL]) < 4e-3
 
 
 @needs_hopper

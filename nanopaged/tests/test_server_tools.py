@@ -58,14 +58,19 @@ def read(text: str, kind: str | None, thinks: bool | None = None) -> tuple[str, 
      "", [WEATHER, TIME]),
     ("mistral", f"Well [TOOL_CALLS]weather[ARGS]{ARGUMENTS}[TOOL_CALLS]time{{}}", "Well", [WEATHER, TIME]),
     ("forced", '{"name":"weather","arguments":%s}' % ARGUMENTS, "", [WEATHER]),
+    ("openai", f" to=functions.weather<|channel|>commentary json<|message|>{ARGUMENTS}<|call|>", "", [WEATHER]),
+    ("openai", "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>commentary "
+     f"to=functions.weather <|constrain|>json<|message|>{ARGUMENTS}<|call|><|start|>assistant to=functions.time"
+     "<|channel|>commentary<|message|>{}", "I look.", [WEATHER, TIME]),
     *((kind, text, text, []) for kind, text in (  # no calls
         ("hermes", "a < b, <tool"), ("hermes", 'no\n<tool_call>\n{"name": "weather", "argu'),
         ("hermes", "<tool_call>\n[1]\n</tool_call> so\n"), ("hermes", "<tool_call>" + "[" * 5000),
         ("llama3_json", '{"answer": 42} is it'), ("llama3_json", "It is " + LLAMA % ARGUMENTS), ("llama3_json", "{x"),
-        ("mistral", "[TOOL_CALLS]weather"), ("forced", '{"name":"we'), (None, "  plain <tool_call> \0\n")))])
+        ("mistral", "[TOOL_CALLS]weather"), ("openai", "a <|start|>user <| b"), ("forced", '{"name":"we'),
+        (None, "  plain <tool_call> \0\n")))])
 def test_calls_in_the_formats_of_models(kind, text, content, calls):
     assert read(text, kind) == ("", content, calls)
-    if kind != "forced":
+    if kind not in ("forced", "openai"):
         assert read(f"<think>\nOh {{\n\n</think>\n\n{text}", kind, False) == ("Oh {", content.lstrip(), calls)
 
 
@@ -75,6 +80,20 @@ def test_calls_in_the_formats_of_models(kind, text, content, calls):
     ("<thi", False, "", "<thi"), ("\n Hi", False, "", "\n Hi"), ("a</think>b</think>", True, "a", "b</think>")])
 def test_thoughts(text, thinks, thoughts, content):
     assert read(text, None, thinks) == (thoughts, content, [])
+
+
+THOUGHT = "<|channel|>analysis<|message|>The <b>user</b> wants it.<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize("text, thoughts, content, calls", [
+    (f"{THOUGHT}<|channel|>final<|message|>Hi there.<|return|>", "The <b>user</b> wants it.", "Hi there.", []),
+    (f"{THOUGHT} to=functions.time<|channel|>commentary json<|message|>{{}}<|call|>", "The <b>user</b> wants it.", "",
+     [TIME]),
+    (f"{THOUGHT}<|channel|>fin", "The <b>user</b> wants it.", "", []), (THOUGHT[:45], "The <b>user</b>", "", []),
+    ("<|channel|>analysis to=python code<|message|>print(1)<|call|>", "print(1)", "", [])])
+def test_channels(text, thoughts, content, calls):
+    """gpt-oss's answers. One that ends in a head ends in front of it."""
+    assert read(text, "openai") == (thoughts, content, calls)
 
 
 def test_text_is_sent_as_it_comes():
@@ -102,6 +121,7 @@ def test_a_long_call_takes_linear_time():
 
 def test_the_format_is_found_in_the_chat_template():
     templates = {"hermes": "{{ '<tool_call>\\n' }}", "mistral": "{{ '[TOOL_CALLS]' }}",
+                 "openai": "{{ '<|channel|>final' }}",
                  "llama3_json": '{"name": function name, "parameters": dictionary of argument name and its value}'}
     assert {name: find_parser(templates[name]) for name in FORMATS} == {name: name for name in FORMATS}
     assert find_parser("{{ messages }}") is None

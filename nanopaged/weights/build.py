@@ -131,7 +131,7 @@ def load_weights(transformer: model.Transformer, tensors: Iterable[tuple[str, Te
         target = targets[bare]
         if config.transposed and tensor.dim() == 2 and bare.startswith(config.names["layers"] + "."):
             tensor = tensor.T
-        if not tensor.is_floating_point():
+        if not tensor.is_floating_point() and tensor.dtype is not target.dtype:
             raise ValueError(f"tensor {name} has the type {tensor.dtype}; weights must be floating-point numbers")
         tensor = part(bare, tensor)
         if tensor.shape != target.shape:

@@ -162,16 +162,15 @@ class Reader:
         return calls if are_calls else [], closed.end() if closed else end
 
     def _read_channels(self, delta: dict[str, Any], ended: bool) -> None:
-        """gpt-oss's messages. Those to functions are calls, and text outside of messages is content."""
+        """gpt-oss's messages. Those to functions are calls, and text outside of messages is content. A head that the
+        answer ends in is neither."""
         _, head, end = FORMATS["openai"]
         while self.held:
-            text, match = self._take_until(end if self.channel else head, ended)
+            text, match = self._take_until(end, ended) if self.channel else self._take_until(head, False)
             if self.channel == "tool_calls":
                 self._add_arguments(delta["tool_calls"], text)
-            elif self.channel:
-                delta[self.channel] += text
             else:
-                delta["content"] += text.partition("<|")[0]  # a head that was cut off is no text
+                delta[self.channel or "content"] += text
             if not match:
                 return
             self.held = self.held[len(match[0]):]
