@@ -239,6 +239,7 @@ def test_the_cores_tests_import_no_feature():
             if not feature and (features := features_imported(file))} == {}
 
 
+@needs("beam", "samples")
 def test_tests_of_a_feature_that_is_not_there_are_skipped_and_say_so(capfd):
     """A file that imports it, a test that asks for it, and one that looks at what the program prints. Others run."""
     files = [f"nanopaged/tests/test_{name}.py" for name in ("beam", "outputs", "readme")]
