@@ -278,7 +278,7 @@ def identifiers(path: Path) -> list[str]:
 def files_of_the_source():
     yield from (ROOT / f"{name}.py" for name in ("engine", "kernel", "model"))
     for path in (ROOT / "nanopaged").rglob("*.py"):
-        if not {"tests", "golden", "shakespeare"} & {*path.parts} and path.name not in FORMATS:
+        if not {"tests", "golden", "shakespeare"} & {*path.relative_to(ROOT).parts} and path.name not in FORMATS:
             yield path
 
 
