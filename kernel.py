@@ -108,15 +108,26 @@ def as_bytes(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
+def add_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v [.., tokens, heads, head_dim] with a key more, whose V is 0 and whose score is the query head's sink: in
+    one more dimension of the head, that key is 1, and queries are sink / scale."""
+    q = torch.cat([q, (sinks / scale).to(q.dtype).expand(q.shape[:-1])[..., None]], -1)
+    k, v = (F.pad(x, (0, 1, 0, 0, 0, 1)) for x in (k, v))
+    k[..., -1, :, -1] = 1
+    return q, k, v
+
+
 def paged_attention_reference(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor,
                               query_start_loc: Tensor, scale: float, *, sliding_window: int = 0,
-                              out: Tensor | None = None, k_scale: float = 1.0, v_scale: float = 1.0, **_) -> Tensor:
-    """`paged_attention_plain`, with windows and an fp8 cache. Other arguments of `paged_attention` are ignored.
+                              sinks: Tensor | None = None, out: Tensor | None = None, k_scale: float = 1.0,
+                              v_scale: float = 1.0, **_) -> Tensor:
+    """`paged_attention_plain`, with more. Other arguments of `paged_attention` are ignored.
 
     sliding_window   how many tokens a token sees, itself included; 0: no limit
+    sinks            [num_heads], the score of one more key, whose V is 0; None: there is none
     k_scale, v_scale K and V are the stored numbers times these: 1, except for an fp8 cache (`to_fp8`)
     """
-    if not sliding_window and k_cache.dtype is q.dtype and k_scale == v_scale == 1:
+    if not sliding_window and sinks is None and k_cache.dtype is q.dtype and k_scale == v_scale == 1:
         return paged_attention_plain(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, scale, out)
     out, block_size, starts = torch.empty_like(q) if out is None else out, k_cache.shape[1], query_start_loc.tolist()
     for table, seq_len, start, end in zip(block_tables.long(), seq_lens.tolist(), starts, starts[1:]):
@@ -127,7 +138,11 @@ def paged_attention_reference(q: Tensor, k_cache: Tensor, v_cache: Tensor, block
             visible = (key_at <= query_at) & (key_at > query_at - window)
             block, offset = table[key_at // block_size], key_at % block_size
             k, v = (as_bytes(cache)[block, offset].view(cache.dtype).to(q.dtype) for cache in (k_cache, v_cache))
-            out[start:end] = attend(q[start:end], k, v, visible, scale * k_scale)
+            queries = q[start:end]
+            if sinks is not None:
+                queries, k, v = add_sinks(queries, k, v, sinks, scale * k_scale)
+                visible = F.pad(visible, (0, 1), value=True)
+            out[start:end] = attend(queries, k, v, visible, scale * k_scale)[..., :q.shape[-1]]
     return out if v_scale == 1 else out.mul_(v_scale)
 
 
@@ -217,6 +232,9 @@ TORCH = Kernels(rotate_and_store_reference, paged_attention_reference)
 # so that neighbouring threads read neighbouring addresses. Triton arranges its loads itself, so K and V can have the
 # plain layout.
 # --------------------------------------------------------------------------------------------------
+
+LOG2_E = tl.constexpr(math.log2(math.e))  # kernels may read a global only if it is a constexpr
+
 
 # --------------------------------------------------------------------------------------------------
 # In Triton: filling the cache
@@ -318,7 +336,7 @@ class Launch(NamedTuple):
     """What the launches of one call of `paged_attention` have in common. A launch needs a tensor even where it reads
     none: `out` stands in for the sums of splits, and seq_lens for the work list."""
     out: Tensor
-    inputs: tuple[Tensor, ...]  # q, k_cache, v_cache, block_tables, seq_lens, query_start_loc
+    inputs: tuple[Any, ...]  # q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, sinks
     scales: tuple[float, float]  # of the scores, times log2(e), and of the result
     strides: tuple[int, ...]  # of q, of out, of block_tables
     constants: dict[str, Any]  # of tiles.kernel_constants
@@ -326,9 +344,10 @@ class Launch(NamedTuple):
 
 def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor,
                     query_start_loc: Tensor, scale: float, *, max_query_len: int, max_seq_len: int,
-                    sliding_window: int = 0, out: Tensor | None = None, num_decodes: int | None = None,
-                    query_tiles: Tensor | None = None, k_scale: float = 1.0, v_scale: float = 1.0,
-                    prefill: Callable[..., None] | None = None, decode: Callable[..., None] | None = None,
+                    sliding_window: int = 0, sinks: Tensor | None = None, out: Tensor | None = None,
+                    num_decodes: int | None = None, query_tiles: Tensor | None = None, k_scale: float = 1.0,
+                    v_scale: float = 1.0, prefill: Callable[..., None] | None = None,
+                    decode: Callable[..., None] | None = None,
                     tokens_per_tile: Callable[..., int] = tiles.tokens_per_tile, **_: Any) -> Tensor:
     """`paged_attention_reference` in Triton. It takes more arguments:
 
@@ -348,7 +367,7 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: T
                          "the address must be even")
     require_triton(q.device)
     launch = Launch(
-        out, (q, k_cache, v_cache, block_tables, seq_lens, query_start_loc),
+        out, (q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, sinks),
         (scale * k_scale * math.log2(math.e), v_scale),  # scores are linear in K, and the result is linear in V
         (*q.stride()[:2], *out.stride()[:2], block_tables.stride(0)),
         tiles.kernel_constants(num_kv_heads, group, head_dim, block_size, sliding_window, q.dtype, k_cache.stride(),
@@ -430,7 +449,7 @@ Sizes = namedtuple("Sizes", [
     "TILE_M", "TILE_N",  # queries of a tile; tokens of a tile of keys
     "PRECISION"])  # of float32 products; "ieee" is exact
 Queries = namedtuple("Queries", [
-    "q", "q_token", "q_head", "out", "out_token", "out_head",  # tensors and their strides
+    "q", "q_token", "q_head", "out", "out_token", "out_head", "sinks",  # tensors and their strides
     "seq", "kv_head", "q_start",  # the sequence, the kv head, the sequence's first token in q
     "num_tokens",  # query tokens: the sequence's new ones (cascade.py: one of each of several sequences)
     "first"])  # of them in this tile
@@ -445,7 +464,7 @@ Sums = namedtuple("Sums", [
 
 @jit
 def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, block_tables, seq_lens, query_start_loc,
-                           work, scale, v_scale, num_splits, q_token, q_head, out_token, out_head, table_seq,
+                           sinks, work, scale, v_scale, num_splits, q_token, q_head, out_token, out_head, table_seq,
                            KC_BLOCK: tl.constexpr, KC_SLOT: tl.constexpr, KC_HEAD: tl.constexpr, VC_BLOCK: tl.constexpr,
                            VC_SLOT: tl.constexpr, VC_HEAD: tl.constexpr, PREFILL: tl.constexpr, KV_HEADS: tl.constexpr,
                            GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
@@ -488,7 +507,7 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
             return
     table = block_tables + seq.to(tl.int64) * table_seq
     k, v = k_cache + kv_head.to(tl.int64) * KC_HEAD, v_cache + kv_head.to(tl.int64) * VC_HEAD
-    queries = Queries(q, q_token, q_head, out, out_token, out_head, seq, kv_head, q_start, query_len, first)
+    queries = Queries(q, q_token, q_head, out, out_token, out_head, sinks, seq, kv_head, q_start, query_len, first)
     keys = Keys(table, k, v, seq_len, oldest, end)
     # Sizes is built inside each call: stored in a variable, its values would become run-time values.
     if PREFILL:
@@ -503,7 +522,7 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
 
 @jit
 def load_queries(queries, keys, index, sizes):
-    """Some queries of a tile: q [n, DIM_PADDED], positions [n], addresses of the results, and which of them exist.
+    """Some queries of a tile: q [n, DIM_PADDED], positions and heads [n], addresses of the results, which exist.
 
         index         0     1     2     3     4     5        with GROUP 2
         new token     0     0     1     1     2     2        after `first`
@@ -523,7 +542,7 @@ def load_queries(queries, keys, index, sizes):
     if keys.k.dtype.element_ty == tl.float8e4nv:
         q = q.to(tl.float16)  # the type to which the hardware converts fp8
     out = queries.out + token * queries.out_token + head[:, None] * queries.out_head + dim[None, :]
-    return q, keys.seq_len - queries.num_tokens + new, out, valid
+    return q, keys.seq_len - queries.num_tokens + new, head, out, valid
 
 
 @jit
@@ -579,9 +598,12 @@ def _online_softmax(sums, scores, scale, AXIS: tl.constexpr, MASKED: tl.constexp
 
 
 @jit
-def _normalize(acc, weights, v_scale):
-    """The result: acc over the sum of weights; 0 where no key was seen."""
-    return acc / tl.where(weights == 0, 1.0, weights) * v_scale
+def _normalize(sums, sinks, head, v_scale, AXIS: tl.constexpr):
+    """The result: acc over the sum of weights along AXIS; 0 where no key was seen. A sink is one more key, with V 0."""
+    weights = sums.sum
+    if sinks is not None:
+        weights += tl.exp2(tl.load(sinks + head).to(tl.float32) * LOG2_E - sums.max)
+    return sums.acc / tl.expand_dims(tl.where(weights == 0, 1.0, weights), AXIS) * v_scale
 
 
 # --------------------------------------------------------------------------------------------------
@@ -639,13 +661,13 @@ def _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, ON
             ONE_SPLIT: tl.constexpr, sizes):
     """The result of one query token. The columns are its GROUP heads, then padding."""
     column = tl.arange(0, sizes.TILE_M)
-    q, _, out, valid = load_queries(queries, keys, column, sizes)
+    q, _, head, out, valid = load_queries(queries, keys, column, sizes)
     seq_head = queries.seq.to(tl.int64) * sizes.KV_HEADS * sizes.GROUP + queries.kv_head * sizes.GROUP + column
     sums = initial_sums(sizes.DIM_PADDED, sizes.TILE_M, sizes.TILE_M)
     total = decode_splits(sums, tl.trans(q), keys, split_acc, split_sums, seq_head * num_splits, sizes.GROUP,
                           scale, ONE_PROGRAM, ONE_SPLIT, sizes)
     if ONE_PROGRAM:
-        tl.store(out, tl.trans(_normalize(total.acc, total.sum[None, :], v_scale)), mask=valid)
+        tl.store(out, tl.trans(_normalize(total, queries.sinks, head, v_scale, 0)), mask=valid)
 
 
 @jit
@@ -755,8 +777,8 @@ def _prefill(queries, keys, first_position, scale, v_scale, sizes):
     """
     HALF: tl.constexpr = sizes.TILE_M // 2
     index = tl.arange(0, HALF)
-    q_a, position_a, out_a, valid_a = load_queries(queries, keys, index, sizes)
-    q_b, position_b, out_b, valid_b = load_queries(queries, keys, HALF + index, sizes)
+    q_a, position_a, head_a, out_a, valid_a = load_queries(queries, keys, index, sizes)
+    q_b, position_b, head_b, out_b, valid_b = load_queries(queries, keys, HALF + index, sizes)
     a, b = initial_sums(HALF, sizes.DIM_PADDED, HALF), initial_sums(HALF, sizes.DIM_PADDED, HALF)
     q, position = (q_a, q_b), (position_a, position_b)
     start = keys.oldest // sizes.TILE_N * sizes.TILE_N
@@ -766,8 +788,8 @@ def _prefill(queries, keys, first_position, scale, v_scale, sizes):
         a, b, block = _prefill_tiles(a, b, q, position, keys, block, start, diagonal, scale, False, sizes)
         start = diagonal
     a, b, block = _prefill_tiles(a, b, q, position, keys, block, start, keys.end, scale, True, sizes)
-    tl.store(out_a, _normalize(a.acc, a.sum[:, None], v_scale), mask=valid_a)
-    tl.store(out_b, _normalize(b.acc, b.sum[:, None], v_scale), mask=valid_b)
+    tl.store(out_a, _normalize(a, queries.sinks, head_a, v_scale, 1), mask=valid_a)
+    tl.store(out_b, _normalize(b, queries.sinks, head_b, v_scale, 1), mask=valid_b)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -832,9 +854,9 @@ def _store_sums(split_acc, split_sums, at, sums, exists, dim, HEAD_DIM: tl.const
 
 
 @jit
-def merge_splits_kernel(out, split_acc, split_sums, seq_lens, query_start_loc, v_scale, out_token, out_head, num_splits,
-                        HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr,
-                        PDL: tl.constexpr):
+def merge_splits_kernel(out, split_acc, split_sums, seq_lens, query_start_loc, sinks, v_scale, out_token, out_head,
+                        num_splits, HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr, TILE_N: tl.constexpr,
+                        WINDOW: tl.constexpr, PDL: tl.constexpr):
     """Grid (sequence, head): merge the sums of its splits and normalize (vLLM's reduce kernel)."""
     seq, head = tl.program_id(0), tl.program_id(1)
     q_start = tl.load(query_start_loc + seq).to(tl.int64)
@@ -855,4 +877,4 @@ def merge_splits_kernel(out, split_acc, split_sums, seq_lens, query_start_loc, v
             exists = (split + i + tl.arange(0, 1)) <= last
             total = _merge(total, load_sums(split_acc, split_sums, at + split + i, exists, dim, HEAD_DIM))
     out_at = out + q_start * out_token + head * out_head + dim[:, None]
-    tl.store(out_at, _normalize(total.acc, total.sum[None, :], v_scale), mask=(dim < HEAD_DIM)[:, None])
+    tl.store(out_at, _normalize(total, sinks, head, v_scale, 0), mask=(dim < HEAD_DIM)[:, None])

@@ -113,8 +113,10 @@ class ModelConfig:
     groups: list[int] = field(default_factory=list)  # of each layer (nanopaged/features/kinds); []: all in one
     layer_heads: list[tuple[int, int]] = field(default_factory=list)  # num_kv_heads, head_dim of each; []: those above
     experts: dict[str, Any] = field(default_factory=dict)  # those of nanopaged/features/experts.py; {}: none
+    sinks: bool = False  # layers have sinks (nanopaged/features/gpt_oss.py)
     torch_dtype: torch.dtype = torch.float32
     fp8: str | None = None  # the checkpoint's matrices are FP8, with a scale for each "channel" or "block"
+    four_bits: str | None = None  # the checkpoint has matrices of 4 bits, in "mxfp4" (nanopaged/features/four_bits.py)
     names: dict[str, str] = field(default_factory=dict)  # our module names -> the checkpoint's, where they differ
     merged: dict[str, dict[str, int]] = field(default_factory=dict)  # a stored matrix -> the rows of its parts
     transposed: bool = False  # GPT-2 stores its matrices as [in, out]

@@ -75,7 +75,7 @@ def paged_problem(query_lens, seq_lens, *, heads=4, kv_heads=2, head_dim=32, blo
     return [x.to(DEVICE) for x in (q, pool[0], pool[1], tables, lens, starts)]
 
 
-def reference(q, k_cache, v_cache, tables, lens, starts, scale, window):
+def reference(q, k_cache, v_cache, tables, lens, starts, scale, window, sinks=None):
     """Attention in float64, as a loop over tokens: only the definition is common to this and the implementations."""
     out = torch.zeros_like(q, dtype=torch.float64)
     q, k_cache, v_cache = q.double(), k_cache.double(), v_cache.double()
@@ -90,7 +90,10 @@ def reference(q, k_cache, v_cache, tables, lens, starts, scale, window):
         for row in range(begin, end):
             position = seq_len - (end - row)
             seen = slice(max(0, position - window + 1) if window else 0, position + 1)
-            weights = torch.softmax(torch.einsum("hd,thd->ht", q[row], k[seen]) * scale, -1)
+            scores = torch.einsum("hd,thd->ht", q[row], k[seen]) * scale
+            if sinks is not None:
+                scores = torch.cat([scores, sinks.double()[:, None]], 1)
+            weights = torch.softmax(scores, -1)[:, :len(k[seen])]
             out[row] = torch.einsum("ht,thd->hd", weights, v[seen])
     return out
 
@@ -122,6 +125,8 @@ ATTENTION_CASES = {
     **{f"head_dim {n}": (MIXED, dict(head_dim=n)) for n in (8, 64, 80, 96, 128, 256)},
     "heads before slots": (MIXED, dict(heads_first=True)),
     "padding rows": (([1, 0, 4, 0], [7, 0, 6, 0]), {}),
+    "sinks": (MIXED, dict(sinks=True)),
+    "sinks, splits and a window": (([1, 1, 9], [600, 100, 40]), dict(heads=6, kv_heads=2, window=300, sinks=True)),
 }
 FP8 = torch.float8_e4m3fn
 HAS_FP8 = not CUDA or torch.cuda.get_device_capability() >= (8, 9)
@@ -130,9 +135,10 @@ DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * CUDA  # the interpr
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2, FP8: 3e-3}
 # The type that engines run in has all shapes. The other types take the same path whatever the shape is, with smaller
 # tiles where a number has more bytes: three shapes are enough. Over an fp8 cache, tiles are read in other ways.
-CASES_OF_OTHER_TYPES = ("mixed batch", "splits", "head_dim 256")
+CASES_OF_OTHER_TYPES = ("mixed batch", "splits", "head_dim 256", "sinks")
 FP8_CASES = ("decode", "mixed batch", "splits", "block size 64", "group of 3", "head_dim 80",
-             "window shorter than the chunk", "head_dim 8", "block size 1", "splits under a window", "padding rows")
+             "window shorter than the chunk", "head_dim 8", "block size 1", "splits under a window", "padding rows",
+             "sinks, splits and a window")
 
 
 CASES_AND_TYPES = [
@@ -151,13 +157,14 @@ def assert_equals_float64(attention, case, dtype):
     """An fp8 cache is compared with float64 over what the cache holds."""
     (query_lens, seq_lens), options = ATTENTION_CASES[case]
     options = dict(options)
-    window = options.pop("window", 0)
+    window, has_sinks = options.pop("window", 0), options.pop("sinks", False)
     k_scale, v_scale = (0.25, 2.0) if dtype is FP8 else (1.0, 1.0)
     q, k, v, *rest = paged_problem(query_lens, seq_lens, dtype=torch.float16 if dtype is FP8 else dtype, **options)
     if dtype is FP8:
         k, v = (k / k_scale).to(FP8), (v / v_scale).to(FP8)
-    out = run_attention(attention, [q, k, v, *rest], window, k_scale=k_scale, v_scale=v_scale)
-    expected = reference(q, k.double() * k_scale, v.double() * v_scale, *rest, q.shape[-1] ** -0.5, window)
+    sinks = torch.linspace(-3, 9, q.shape[1], device=DEVICE).to(q.dtype) if has_sinks else None
+    out = run_attention(attention, [q, k, v, *rest], window, k_scale=k_scale, v_scale=v_scale, sinks=sinks)
+    expected = reference(q, k.double() * k_scale, v.double() * v_scale, *rest, q.shape[-1] ** -0.5, window, sinks)
     assert relative_error(out, expected) < TOLERANCE[dtype]
 
 

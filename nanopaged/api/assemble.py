@@ -41,11 +41,7 @@ def make_runners(options: Any, config: model.ModelConfig, path: Path,
     first GPUs, with the weights of the first; with tensor_parallel_size that of the first GPU, with a worker process
     for each other one."""
     num_ranks, fp8 = options.tensor_parallel_size, False
-    if config.layer_heads:
-        feature("kinds.device", "a model with heads of several sizes").choose(options, config)
-    elif len(set(config.sliding_windows)) > 1:
-        if kinds := default_feature("kinds.device", "a text that keeps all blocks of layers with a window,"):
-            kinds.choose(options, config)
+    choose_groups(options, config)
     option = "tensor_parallel_size" if num_ranks > 1 else "data_parallel_size"
     devices = pick_devices(options.device, vars(options)[option], option)
     if options.quantization or config.fp8:
@@ -56,6 +52,8 @@ def make_runners(options: Any, config: model.ModelConfig, path: Path,
         kind, kernels, modules = pick_runner(options, device)
         if config.groups:
             kind = runner_class([feature("kinds.device", "a model with layers of several kinds").KindsRunner, kind])
+        if config.four_bits:
+            modules = feature("four_bits", "a checkpoint in 4 bits").with_four_bits(options, config, modules, device)
         if fp8:
             modules = feature("fused", "quantization").with_fp8(modules)
         parts: Any = config, options, device, kernels, modules, fp8, num_more_rows
@@ -70,6 +68,15 @@ def make_runners(options: Any, config: model.ModelConfig, path: Path,
         runners.append(runner)
     return runners, [allocate_pool(runner, options.num_gpu_blocks_override or options.num_blocks,
                                    options.gpu_memory_utilization) for runner in runners]
+
+
+def choose_groups(options: Any, config: model.ModelConfig) -> None:
+    """Put layers of several kinds into groups (features/kinds)."""
+    if config.layer_heads:
+        feature("kinds.device", "a model with heads of several sizes").choose(options, config)
+    elif len(set(config.sliding_windows)) > 1:
+        if kinds := default_feature("kinds.device", "a text that keeps all blocks of layers with a window,"):
+            kinds.choose(options, config)
 
 
 def pick_runner(options: Any, device: torch.device) -> tuple[type[Runner], kernel.Kernels, model.Modules]:
@@ -111,6 +118,11 @@ def read(options: Any, config: model.ModelConfig, path: Path, runner: Runner) ->
         tensors = feature("fp8", "a checkpoint in FP8").read_weights(path, config.fp8, runner.fp8, runner.device)
     else:
         tensors = read_ordinary(path)
+        if config.sinks:
+            tensors = feature("gpt_oss", "a model with sinks").split_experts(tensors)
+    if config.four_bits:
+        keep = getattr(runner.modules.mlp, "four_bits", False)
+        tensors = feature("four_bits", "a checkpoint in 4 bits").read_weights(tensors, keep, runner.device)
     if runner.fp8:  # with the names that say which matrices are cut
         return feature("fp8", "quantization").in_fp8(unmerge(tensors, config), runner.device)
     return tensors

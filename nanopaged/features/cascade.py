@@ -276,7 +276,7 @@ def launch_decode(cascade: tuple[Tensor, Tensor, int], launch: kernel.Launch, nu
             (True, entries, (len(entries) * num_kv_heads, num_splits), of_prefix),
             (False, num_common_tokens, (num_contexts, sharing), of_suffix)):
         cascade_kernel[grid](
-            out, *sums, *inputs, work, *scales, num_splits, *strides, PREFIX=is_prefix,
+            out, *sums, *inputs[:-1], work, *scales, num_splits, *strides, PREFIX=is_prefix,
             ONE_SPLIT=grid[1] == num_splits, **constants, **config, **launch_options(q.device))
     kernel.merge_splits(launch, sums, of_suffix["TILE_N"])
 
@@ -313,12 +313,12 @@ def cascade_kernel(out, split_acc, split_sums, q, k_cache, v_cache, block_tables
         if (start // split_len + tl.program_id(1)) * split_len >= end:
             return
     k, v = k_cache + kv_head.to(tl.int64) * KC_HEAD, v_cache + kv_head.to(tl.int64) * VC_HEAD
-    queries = kernel.Queries(q, q_token, q_head, out, out_token, out_head, seq, kv_head, q_start, num_seqs, 0)
+    queries = kernel.Queries(q, q_token, q_head, out, out_token, out_head, None, seq, kv_head, q_start, num_seqs, 0)
     keys = kernel.Keys(block_tables + seq.to(tl.int64) * table_seq, k, v, seq_len, start, end)
     # Columns: the GROUP heads of each sequence, then padding.
     column, dim, num_columns = tl.arange(0, TILE_M), tl.arange(0, DIM_PADDED), GROUP * num_seqs
     head = (seq.to(tl.int64) + column // GROUP) * KV_HEADS * GROUP + kv_head * GROUP + column % GROUP
-    tile, _, _, _ = kernel.load_queries(
+    tile, _, _, _, _ = kernel.load_queries(
         queries, keys, column, kernel.Sizes(KV_HEADS, GROUP, HEAD_DIM, DIM_PADDED, BLOCK_SIZE, KC_BLOCK, KC_SLOT,
                                             VC_BLOCK, VC_SLOT, WINDOW, TILE_M, TILE_N, PRECISION))
     sums = kernel.initial_sums(DIM_PADDED, TILE_M, TILE_M)

@@ -31,12 +31,12 @@ class Experts(nn.Module):
                  modules: model.Modules) -> None:
         """dense: the class of an expert"""
         super().__init__()
-        self.settings, self.activation = config.experts, config.activation
+        self.settings, self.activation = config.experts, config.experts.get("activation", config.activation)
 
         def mlp(size: int) -> nn.Module:
             return dense(replace(config, intermediate_size=size), index, modules)
 
-        self.router = self.router_class(config.hidden_size, self.settings["count"], bias=False)
+        self.router = self.router_class(config.hidden_size, self.settings["count"], bias=config.mlp_bias)
         self.experts: Any = nn.ModuleList(mlp(self.settings["size"]) for _ in range(self.settings["count"]))
         self.shared = mlp(self.settings["shared_size"]) if self.settings["shared_size"] else None
         self.whole: dict[str, Tensor] = {}  # "gate_up_proj.weight" -> that of all experts, [count, rows, columns]

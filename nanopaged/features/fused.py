@@ -292,7 +292,10 @@ def activate_kernel(x, out, size, TILE: tl.constexpr, GATED: tl.constexpr, ACTIV
 def activate_tile(gate, up, GATED: tl.constexpr, ACTIVATION: tl.constexpr):
     """Rounded as in plain torch: after the activation, and after the product."""
     x = gate.to(tl.float32)
-    if ACTIVATION == "relu":
+    if ACTIVATION == "swigluoai":  # gpt-oss
+        x, up = tl.minimum(x, 7.0), tl.minimum(tl.maximum(up.to(tl.float32), -7.0), 7.0) + 1.0
+        y = x * tl.sigmoid(1.702 * x)
+    elif ACTIVATION == "relu":
         y = tl.maximum(x, 0.0)
     elif ACTIVATION == "relu2":
         y = tl.maximum(x, 0.0) * tl.maximum(x, 0.0)

@@ -12,7 +12,7 @@ Nothing waits for the host, and shapes follow from the number of tokens, so a st
 a result is added up depends neither on the other tokens nor on their number.
 """
 from functools import partial
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -33,9 +33,10 @@ class FusedExperts(Experts):
 
     def forward(self, x: Tensor) -> Tensor:
         e, whole = self.settings, self.whole
-        scales = [whole[name] for name in ("gate_up_proj.scale", "down_proj.scale") if name in whole]  # of FP8
+        scales, biases = ([whole[name] for name in (f"gate_up_proj.{kind}", f"down_proj.{kind}") if name in whole]
+                          for kind in ("scale", "bias"))  # scales: of weights in 8 or 4 bits
         out = mix_experts(x, self.router(x), whole["gate_up_proj.weight"], whole["down_proj.weight"], e["top_k"],
-                          e["normalized"], self.activation, *scales)
+                          e["normalized"], self.activation, *scales, biases=biases)
         return out if self.shared is None else torch.cat([out, self.shared(x).view(-1, *x.shape)])
 
 
@@ -43,17 +44,21 @@ def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
     """For warmup.py. No expert has any tokens, so no weights are read."""
     c, dtype, device = r.config, r.dtype, r.device
     e, make = c.experts, partial(torch.empty, dtype=dtype, device=device)
+    activation = e.get("activation", c.activation)
     for count in {1, fused.num_partial_products(make(2, c.hidden_size), make(e["count"], c.hidden_size))}:
         yield partial(route_experts, make(count, 0, e["count"]), e["top_k"], e["normalized"])
     memory = tiles.shared_memory(device)
     counts, pairs = make(e["count"], dtype=torch.int32).zero_(), make(0, dtype=torch.int32)
-    weight, scale = make(0, dtype=FP8 if r.fp8 else dtype), (make(0, dtype=torch.float32),) * r.fp8
-    for size, act, out in ((c.hidden_size, c.activation, e["size"]), (e["size"], "", c.hidden_size)):
+    weight, scale = make(0, dtype=FP8 if r.fp8 else dtype), make(0, dtype=torch.float32) if r.fp8 else None
+    if getattr(r.modules.mlp, "four_bits", False):
+        weight = scale = make(0, dtype=torch.uint8)
+    for size, act, out in ((c.hidden_size, activation, e["size"]), (e["size"], "", c.hidden_size)):
         forms = {tuple(experts_form(n, e["top_k"], e["count"], act != "", weight.dtype, memory).items()): n
                  for n in (2**i for i in reversed(range(20)))}  # the fewest tokens of each form
         for n in forms.values():
             routed = make(e["top_k"], n, dtype=torch.float32), counts, pairs
-            yield partial(experts_product, make(0, size), weight, *routed, make(0, out), act, *scale)
+            yield partial(experts_product, make(0, size), weight, *routed, make(0, out), act, scale,
+                          make(0) if c.mlp_bias else None)
     norm = make(c.hidden_size, dtype=torch.float32 if c.float32_norms else dtype)
     for num_rows in (1, fused.MOST_FEW_ROWS + 1):
         parts = make(e["top_k"] + bool(e["shared_size"]), num_rows, c.hidden_size)
@@ -65,10 +70,13 @@ def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
 # --------------------------------------------------------------------------------------------------
 
 def experts_form(num_rows: int, top_k: int, count: int, gated: bool, dtype: torch.dtype,
-                 shared_memory: int) -> dict[str, int]:
+                 shared_memory: int) -> dict[str, Any]:
     """Of `experts_kernel`, for num_rows tokens that choose top_k of `count` experts each: rows of a weight and columns
     of a program, numbers of a row in a tile, and what the loop's pipeline holds. A program of few columns waits for
     memory, and one of many for the tensor cores. (H200, Qwen3-30B-A3B's shape)"""
+    if dtype is torch.uint8:
+        from nanopaged.features import four_bits  # which such a weight has brought
+        return four_bits.experts_form(num_rows, top_k, count, shared_memory)
     mean, is_large = num_rows * top_k / count, dtype.itemsize <= 2 and shared_memory > tiles.LARGE_SHARED_MEMORY
     most = 128 if is_large and mean >= 128 else 64
     columns = 8 if num_rows <= 8 else min(most, max(16, tiles.next_power_of_2(int(2 * mean))))
@@ -77,20 +85,22 @@ def experts_form(num_rows: int, top_k: int, count: int, gated: bool, dtype: torc
         rows, tile, stages, warps = (64, 128, 3, 4) if gated else (128, 64, 5, 8)
     elif is_large:
         rows, tile, stages, warps = (128, 64, 4, 8) if gated else (256, 32, 6, 8) if columns > 64 else (256, 64, 4, 8)
-    return dict(ROWS=rows, COLUMNS=columns, TILE=tile * 2 // dtype.itemsize, STAGES=stages, num_warps=warps)
+    return dict(ROWS=rows, COLUMNS=columns, TILE=tile * 2 // dtype.itemsize, STAGES=stages, num_warps=warps,
+                PRODUCTS=None)
 
 
 def mix_experts(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, normalized: bool, activation: str,
-                *scales: Tensor) -> Tensor:
+                *scales: Tensor, biases: Sequence[Tensor] = ()) -> Tensor:
     """`Experts.forward` of nanopaged/features/experts.py as partial products [top_k, T, D]: a token's results, times
     their scores. x [T, D], logits of the router [T, E] or partial products of it, gate_up [E, 2 * I, D], down [E, D,
-    I]. scales: of weights in FP8, [E, 2 * I, 1] and [E, D, 1]; what is multiplied with these is quantised, too."""
-    num_rows, (_, size, inner) = len(x), down.shape
+    I]. scales: of weights in FP8, [E, 2 * I, 1] and [E, D, 1]; what is multiplied with these is quantised, too; or of
+    weights in 4 bits (four_bits.py). biases: [E, 2 * I] and [E, D], or none."""
+    (num_rows, size), inner = x.shape, gate_up.shape[1] // 2
     hidden, out = x.new_empty(top_k * num_rows, inner), x.new_empty(top_k, num_rows, size)
     if num_rows:
         routed = route_experts(logits, top_k, normalized)
-        experts_product(x, gate_up, *routed, hidden, activation, *scales[:1])
-        experts_product(hidden, down, *routed, out, "", *scales[1:])
+        experts_product(x, gate_up, *routed, hidden, activation, *(scales[:1] or [None]), *biases[:1])
+        experts_product(hidden, down, *routed, out, "", *(scales[1:] or [None]), *biases[1:])
     return out
 
 
@@ -108,18 +118,18 @@ def route_experts(logits: Tensor, top_k: int, normalized: bool) -> tuple[Tensor,
 
 
 def experts_product(x: Tensor, weight: Tensor, scores: Tensor, counts: Tensor, pairs: Tensor, out: Tensor,
-                    activation: str, scale: Tensor | None = None) -> None:
+                    activation: str, scale: Tensor | None = None, bias: Tensor | None = None) -> None:
     """Fill `out`, which has a row for each pair. With an activation: `activate` of the products, and x has a row for
     each token. Without: the products times their scores, and x has a row for each pair."""
     (top_k, num_rows), count = scores.shape, len(counts)
     form = experts_form(num_rows, top_k, count, activation != "", weight.dtype, tiles.shared_memory(x.device))
-    x, x_scale = (x, x) if scale is None else fused.quantize_rows(x)
+    x, x_scale = fused.quantize_rows(x) if weight.dtype is FP8 else (x, x)
     # An expert has at most num_rows pairs, and all together have top_k * num_rows.
     num_tiles = min(top_k * num_rows, count) + (num_rows > form["COLUMNS"]) * top_k * num_rows // form["COLUMNS"]
     experts_kernel[(cdiv(out.shape[-1], form["ROWS"]), num_tiles)](
-        x, x_scale, weight, x if scale is None else scale, scores, out, counts, pairs, num_rows, OUT=out.shape[-1],
-        SIZE=x.shape[1], EXPERTS=count, PADDED=tiles.next_power_of_2(count), ACTIVATION=activation, **form,
-        **launch_options(x.device))
+        x, x_scale, weight, x if scale is None else scale, bias, scores, out, counts, pairs, num_rows,
+        OUT=out.shape[-1], SIZE=x.shape[1], EXPERTS=count, PADDED=tiles.next_power_of_2(count), ACTIVATION=activation,
+        **form, **launch_options(x.device))
 
 
 @jit
@@ -151,14 +161,14 @@ def route_kernel(logits, scores, counts, pairs, num_rows, EXPERTS: tl.constexpr,
 
 
 @jit
-def experts_kernel(x, x_scale, weight, scale, scores, out, counts, pairs, num_rows, OUT: tl.constexpr,
+def experts_kernel(x, x_scale, weight, scale, bias, scores, out, counts, pairs, num_rows, OUT: tl.constexpr,
                    SIZE: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
                    COLUMNS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, ACTIVATION: tl.constexpr,
-                   PDL: tl.constexpr):
+                   PRODUCTS: tl.constexpr, PDL: tl.constexpr):
     """Grid (ROWS rows of a weight, COLUMNS pairs of one expert); programs behind the last pair end at once. With an
     activation it is the first product: a pair's x is its token's, the weight's first half is the gate. The second one
     has a row of x for each pair, and multiplies by scores. Rows and columns that do not exist load others', and are
-    not stored."""
+    not stored. PRODUCTS: None, or the loop for weights that are no numbers (four_bits.py)."""
     expert, tile = tl.arange(0, PADDED), tl.program_id(1)
     FIRST: tl.constexpr = ACTIVATION != ""
     kernel.wait_for_previous_kernel(PDL)
@@ -174,21 +184,28 @@ def experts_kernel(x, x_scale, weight, scale, scores, out, counts, pairs, num_ro
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     pair = tl.load(pairs + at * num_rows + column, mask=column < count, other=0)
     source = pair % num_rows if FIRST else pair
-    x_at = x + source.to(tl.int64)[None, :] * SIZE + i[:, None]
+    x_at = x + source.to(tl.int64)[None, :] * SIZE
     weight_row = at.to(tl.int64) * (2 * OUT if FIRST else OUT) + tl.minimum(row, OUT - 1)
-    gate_at = weight + weight_row[:, None] * SIZE + i[None, :]
     sums, up_sums = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
-    for k in tl.range(0, SIZE, TILE, num_stages=STAGES):
-        factors = _load_part(x_at + k, k + i[:, None], SIZE, TILE)
-        sums = tl.dot(_load_part(gate_at + k, k + i[None, :], SIZE, TILE), factors, sums, input_precision="ieee")
-        if FIRST:
-            up = _load_part(gate_at + OUT * SIZE + k, k + i[None, :], SIZE, TILE)
-            up_sums = tl.dot(up, factors, up_sums, input_precision="ieee")
+    if PRODUCTS is not None:
+        sums, up_sums = PRODUCTS(sums, up_sums, x_at, weight, scale, weight_row, OUT, SIZE, TILE, STAGES, FIRST)
+    else:
+        x_at, gate_at = x_at + i[:, None], weight + weight_row[:, None] * SIZE + i[None, :]
+        for k in tl.range(0, SIZE, TILE, num_stages=STAGES):
+            factors = load_part(x_at + k, k + i[:, None], SIZE, TILE)
+            sums = tl.dot(load_part(gate_at + k, k + i[None, :], SIZE, TILE), factors, sums, input_precision="ieee")
+            if FIRST:
+                up = load_part(gate_at + OUT * SIZE + k, k + i[None, :], SIZE, TILE)
+                up_sums = tl.dot(up, factors, up_sums, input_precision="ieee")
     if weight.dtype.element_ty == tl.float8e4nv:
         of_column = tl.load(x_scale + source)[None, :]
         sums = sums * of_column * tl.load(scale + weight_row)[:, None]
         if FIRST:
             up_sums = up_sums * of_column * tl.load(scale + weight_row + OUT)[:, None]
+    if bias is not None:
+        sums += tl.load(bias + weight_row).to(tl.float32)[:, None]
+        if FIRST:
+            up_sums += tl.load(bias + weight_row + OUT).to(tl.float32)[:, None]
     if FIRST:
         y = fused.activate_tile(sums.to(out.dtype.element_ty), up_sums.to(out.dtype.element_ty), True, ACTIVATION)
     else:
@@ -198,6 +215,6 @@ def experts_kernel(x, x_scale, weight, scale, scores, out, counts, pairs, num_ro
 
 
 @jit
-def _load_part(at, i, SIZE: tl.constexpr, TILE: tl.constexpr):
+def load_part(at, i, SIZE: tl.constexpr, TILE: tl.constexpr):
     """A tile along the inner dimension; the last one may be longer than that."""
     return tl.load(at) if SIZE % TILE == 0 else tl.load(at, mask=i < SIZE, other=0.0)

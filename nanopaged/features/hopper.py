@@ -104,7 +104,7 @@ def on_hopper(group: int, head_dim: int, block_size: int, dtype: torch.dtype, ca
         nothing = torch.full((1, 2), -1, dtype=torch.int32, device=device)
         q, cache = (torch.empty(*shape, head_dim, dtype=dtype, device=device)
                     for shape in ((1, group), (1, block_size, 1)))
-        prefill_on_hopper(q, q, cache, cache, nothing, nothing[0], nothing[0], nothing, 1.0, 0)
+        prefill_on_hopper(q, q, cache, cache, nothing, nothing[0], nothing[0], None, nothing, 1.0, 0)
     except Exception as error:  # Gluon is experimental: what a Triton to come raises is not known
         reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
         warnings.warn(f"prompts are computed by the kernel for all GPUs, which is 20 to 30% slower than the one for "
@@ -142,7 +142,8 @@ WarpRows = namedtuple("WarpRows", ["q", "position", "window"])  # of a warpgroup
 
 
 def prefill_on_hopper(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor,
-                      query_start_loc: Tensor, query_tiles: Tensor, scale: float, sliding_window: int) -> None:
+                      query_start_loc: Tensor, sinks: Tensor | None, query_tiles: Tensor, scale: float,
+                      sliding_window: int) -> None:
     """The sequences with two or more new tokens. TMA copies a **box** of a tensor: TILE rows of q, or one block of a
     kv head. A group that is no power of two is padded with the head behind it, whose results are not stored."""
     (_, num_heads, head_dim), (_, block_size, num_kv_heads, _) = q.shape, k_cache.shape
@@ -151,13 +152,13 @@ def prefill_on_hopper(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, 
     rows, block = [HOPPER_TILE_M // padded, padded, head_dim], [1, block_size, 1, head_dim]
     boxes = box_of(q, rows), box_of(k_cache, block), box_of(v_cache, block)
     hopper_prefill_kernel[(min(num_items, tiles.num_multiprocessors(q.device)),)](
-        out, *boxes, block_tables, seq_lens, query_start_loc, query_tiles, num_items, num_kv_heads,
+        out, *boxes, block_tables, seq_lens, query_start_loc, sinks, query_tiles, num_items, num_kv_heads,
         sliding_window or 2**30, scale, *out.stride()[:2], block_tables.stride(0), GROUP=group,
         WINDOW=sliding_window > 0, num_warps=4, **launch_options(q.device))
 
 
 @gluon_jit
-def hopper_prefill_kernel(out, q_box, k_box, v_box, block_tables, seq_lens, query_start_loc, work, num_items,
+def hopper_prefill_kernel(out, q_box, k_box, v_box, block_tables, seq_lens, query_start_loc, sinks, work, num_items,
                           num_kv_heads, window, scale, out_token, out_head, table_row, GROUP: tl.constexpr,
                           WINDOW: tl.constexpr, PDL: tl.constexpr):
     """work, scale: as for paged_attention_kernel; num_items: an item is an entry of work and a kv head. The numbers at
@@ -166,8 +167,8 @@ def hopper_prefill_kernel(out, q_box, k_box, v_box, block_tables, seq_lens, quer
     batch = HopperBatch(work, num_items, num_kv_heads, seq_lens, query_start_loc, window)
     kernel.wait_for_previous_kernel(PDL)
     gl.warp_specialize([
-        (_compute, (out, q, k, v, batch, scale, out_token, out_head, 0, GROUP, WINDOW)),
-        (_compute, (out, q, k, v, batch, scale, out_token, out_head, 1, GROUP, WINDOW)),
+        (_compute, (out, q, k, v, batch, sinks, scale, out_token, out_head, 0, GROUP, WINDOW)),
+        (_compute, (out, q, k, v, batch, sinks, scale, out_token, out_head, 1, GROUP, WINDOW)),
         (_copy, (q_box, k_box, v_box, block_tables, table_row, q, k, v, batch, GROUP, WINDOW)),
     ], [4, 1], [240, 24])
 
@@ -267,7 +268,7 @@ def _copy_tile(box, a, b, kv_head, ring, n):
 
 
 @gluon_jit
-def _compute(out, q, k, v, batch, scale, out_token, out_head, HALF: tl.constexpr, GROUP: tl.constexpr,
+def _compute(out, q, k, v, batch, sinks, scale, out_token, out_head, HALF: tl.constexpr, GROUP: tl.constexpr,
              WINDOW: tl.constexpr):
     """A warpgroup: the first or the second 64 rows of each item. It goes from the last tile of keys to the first one.
     The tiles that need a mask come first, each by itself. Those before `first_masked` need none, and the weighted
@@ -306,7 +307,11 @@ def _compute(out, q, k, v, batch, scale, out_token, out_head, HALF: tl.constexpr
         sums = _add(sums, p, _arrived(v, n - 1))
         _release(v, n - 1)
         # The buffer of q is free now. Through it each thread gets 16 bytes of a line in place of 4 of several.
-        my_q.store((sums.acc * (1.0 / sums.sum)[:, None]).to(out.dtype.element_ty))
+        total = sums.sum
+        if sinks is not None:  # as in `_normalize`
+            head = item.kv_head * GROUP + gl.minimum(row % PADDED, GROUP - 1)
+            total += gl.exp2(gl.load(sinks + head).to(gl.float32) * kernel.LOG2_E - sums.max)
+        my_q.store((sums.acc * (1.0 / total)[:, None]).to(out.dtype.element_ty))
         result = my_q.load(LINES)
         fence_async_shared()
         _release(q, turn)

@@ -24,8 +24,8 @@ RECTANGLES: Any = WeakTensorKeyDictionary()
 
 
 def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor,
-                    query_start_loc: Tensor, scale: float, *, sliding_window: int = 0, out: Tensor | None = None,
-                    k_scale: float = 1.0, v_scale: float = 1.0, **_) -> Tensor:
+                    query_start_loc: Tensor, scale: float, *, sliding_window: int = 0, sinks: Tensor | None = None,
+                    out: Tensor | None = None, k_scale: float = 1.0, v_scale: float = 1.0, **_) -> Tensor:
     """`kernel.paged_attention_reference`."""
     out = torch.empty_like(q) if out is None else out
     group = q.shape[1] // k_cache.shape[2]
@@ -35,7 +35,7 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: T
         found = lengths, list(_rectangles(block_tables, *lengths, k_cache.shape[1], group, sliding_window, q.dtype))
         of_windows[sliding_window] = found
     for tokens, slots, mask in found[1]:
-        out[tokens] = _attend(q[tokens], k_cache, v_cache, slots, mask, scale * k_scale)
+        out[tokens] = _attend(q[tokens], k_cache, v_cache, slots, mask, scale * k_scale, sinks)
     return out if v_scale == 1 else out.mul_(v_scale)
 
 
@@ -63,22 +63,25 @@ def _rectangles(block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
         yield tokens, slots, mask[:, None].repeat(1, 1, group, 1)  # every head of a group has the same mask
 
 
-def _attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, mask: Tensor, scale: float) -> Tensor:
+def _attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, mask: Tensor, scale: float,
+            sinks: Tensor | None) -> Tensor:
     """Attention for n sequences: q and the result are [n, query_len, num_heads, head_dim]."""
-    (n, query_len, num_heads, head_dim), num_kv_heads = q.shape, k_cache.shape[2]
-    k = _read_slots(k_cache, slots, q.dtype)  # [n, num_kv_heads, num_keys, head_dim]
+    (n, query_len, num_heads, size), num_kv_heads = q.shape, k_cache.shape[2]
+    k = _read_slots(k_cache, slots, q.dtype)  # [n, num_keys, num_kv_heads, head_dim]
     v = _read_slots(v_cache, slots, q.dtype)
+    if sinks is not None:
+        (q, k, v), mask = kernel.add_sinks(q, k, v, sinks, scale), F.pad(mask, (0, 1))
     # The query heads of a kv head become further queries of that head, so K and V are not repeated.
-    q = q.view(n, query_len, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4).reshape(n, num_kv_heads, -1, head_dim)
-    o = F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
-    return o.view(n, num_kv_heads, -1, query_len, head_dim).permute(0, 3, 1, 2, 4).reshape(n, -1, num_heads, head_dim)
+    q = q.unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    o = F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), mask, scale=scale)[..., :size]
+    return o.unflatten(2, (-1, query_len)).permute(0, 3, 1, 2, 4).reshape(n, query_len, num_heads, size)
 
 
 def _read_slots(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
-    """The slots [n, num_keys] of a cache as [n, num_kv_heads, num_keys, head_dim]."""
+    """The slots [n, num_keys] of a cache as [n, num_keys, num_kv_heads, head_dim]."""
     flat = kernel.as_bytes(cache).flatten(0, 1)  # [num_slots, num_kv_heads, head_dim], a view if blocks are contiguous
     picked = flat.index_select(0, slots.flatten()).view(cache.dtype)
-    return picked.view(*slots.shape, *cache.shape[2:]).to(dtype).transpose(1, 2)
+    return picked.view(*slots.shape, *cache.shape[2:]).to(dtype)
 
 
 KERNELS = kernel.Kernels(kernel.rotate_and_store_reference, paged_attention)

@@ -36,7 +36,7 @@ from typing import IO, Any, NamedTuple
 import torch
 
 from nanopaged import engine, model
-from nanopaged.api.assemble import find_checkpoint, make_engines
+from nanopaged.api.assemble import choose_groups, find_checkpoint, make_engines
 from nanopaged.cli import main as cli
 from nanopaged.cli.status import counted
 from nanopaged.device.choices import pick_dtype
@@ -183,9 +183,13 @@ class Device:
     lookahead, num_ranks, device = 1, 1, torch.device("meta")  # tensors of this device have no memory
 
     def __init__(self, card: Card, sizes: Sizes, clock: Clock, config: model.ModelConfig, block_size: int,
-                 dtype: torch.dtype) -> None:
+                 dtype: torch.dtype, max_model_len: int) -> None:
         self.card, self.sizes, self.clock, self.config, self.block_size = card, sizes, clock, config, block_size
         self.pool = Pool(config.num_layers, (block_size, config.num_kv_heads, config.head_dim), dtype, self.device)
+        self.max_model_len = max_model_len
+        if config.groups:
+            kinds = feature("kinds.device", "a model with layers of several kinds")
+            self.pool = kinds.KindsPool(kinds.Layout(config, block_size, dtype), self.device)
         self.free_at = self.busy = 0.0
 
     def launch(self, step: engine.SchedulerOutput) -> LaunchedStep:
@@ -222,7 +226,9 @@ class Simulation:
     def __init__(self, card: Card, config: model.ModelConfig, options: Any, path: Path = Path()) -> None:
         c, dtype = config, config.torch_dtype if options.kv_cache_dtype == "auto" else FP8
         self.config, self.path, self.clock, self.sizes = c, path, Clock(), Sizes.of(c, dtype.itemsize)
-        self.runners = [Device(card, self.sizes, self.clock, c, options.block_size or 64, dtype)
+        choose_groups(options, c)
+        self.runners = [Device(card, self.sizes, self.clock, c, options.block_size or 64, dtype,
+                               options.max_model_len or c.max_position_embeddings)
                         for _ in range(options.data_parallel_size)]
         self.runner: Any = self.runners[0]
         num_blocks = options.num_gpu_blocks_override or options.num_blocks or self._num_blocks(card, options)

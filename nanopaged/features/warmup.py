@@ -89,8 +89,9 @@ def attend_padding(r: Any, count: int, window: int = 0, config: model.ModelConfi
     c, cache = (r.config, r.pool.one_block()) if config is None else (config, cache)
     make = partial(torch.zeros, dtype=torch.int32, device=r.device)
     q = make(max(2, count), c.num_heads, c.head_dim, dtype=r.dtype)
+    sinks = make(c.num_heads, dtype=r.dtype) if c.sinks else None
     return partial(r.kernels.attention, q[:max(2, count)], cache, cache, r.rows.block_tables[:1].expand(count, -1),
-                   make(count), make(count + 1), c.head_dim ** -0.5, sliding_window=window)
+                   make(count), make(count + 1), c.head_dim ** -0.5, sliding_window=window, sinks=sinks)
 
 
 def one_by_one(tasks: Iterable[Callable[[], Any]]) -> None:

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig, Mxfp4Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -75,6 +75,9 @@ EDITS = {
     "olmoe": [{"norm_topk_prob": True}, {"num_experts_per_tok": 2}, {"rope_theta": 10000.0}],
     "granite-moe": [{"num_experts_per_tok": 2}, {"residual_multiplier": 1.0}],
     "granite-moe-shared": [{"num_experts_per_tok": 3}, {"residual_multiplier": 1.0}],
+    **dict.fromkeys(("gpt-oss", "gpt-oss-mxfp4"), [
+        {"num_experts_per_tok": 2}, {"sliding_window": 9}, {"layer_types": FULL * 3}, {"swiglu_limit": 6.0},
+        {"swiglu_alpha": 1.0}, {"rope_scaling": None}, {"rope_scaling": YARN}, {"rms_norm_eps": 1e-2}]),
     "qwen3-vl": [{"text_config": {"rope_theta": 10000.0}}],
     "qwen3-vl-moe": [{"text_config": {"rope_theta": 10000.0}}, {"text_config": {"num_experts_per_tok": 1}}],
     "qwen2.5-vl": [{"rope_theta": 10000.0}],
@@ -130,6 +133,10 @@ def eos_ids(directory):
 def random_weight(name, shape, hidden_size, generator):
     """One random weight, loud enough to matter: norm weights around 1, everything else around 0."""
     noise = torch.randn(shape, generator=generator)
+    if name.endswith("sinks"):
+        return 1.0 + 1.5 * noise
+    if name.endswith("experts.gate_up_proj"):
+        return 4.0 / hidden_size**0.5 * noise  # so that gpt-oss clamps some
     if "norm" in name or "ln_" in name:
         return 0.3 * noise + (1.0 if name.endswith("weight") else 0.0)
     if name.endswith("bias"):
@@ -146,8 +153,9 @@ def random_state_dict(directory, seed):
         model = auto_class(config).from_config(config)
     shapes = {name: p.shape for name, p in model.named_parameters()}
     generator = torch.Generator().manual_seed(seed)
-    dtype = torch.float16 if directory.name == "gpt2" else config.dtype or torch.float32  # GPT-2's says nothing of it
     text, spelled = config.get_text_config(), read_json(directory / "config.json").get("text_config", {})
+    unsaid = {"gpt2": torch.float16, "gpt-oss-mxfp4": torch.bfloat16}  # their config.json says nothing of it
+    dtype = unsaid.get(directory.name) or config.dtype or torch.float32
     dtype = getattr(torch, spelled["dtype"]) if "dtype" in spelled else dtype
     weights = {name: random_weight(name, shape, text.hidden_size, generator).to(dtype)
                for name, shape in shapes.items()}
@@ -156,6 +164,8 @@ def random_state_dict(directory, seed):
         weights = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
         mask = torch.ones(config.n_positions, config.n_positions).tril()[None, None]
         weights |= {f"h.{layer}.attn.bias": mask.clone() for layer in range(config.n_layer)}
+    if config.model_type == "gpt_oss":  # published as transformers has them
+        return in_mxfp4(weights, generator) if "quantization_config" in config.to_dict() else weights
     if "num_experts_per_tok" in text.to_dict() or text is not config:
         # transformers 5 has other names, and stores the published ones
         with tempfile.TemporaryDirectory() as folder:
@@ -169,10 +179,26 @@ def random_state_dict(directory, seed):
     return weights
 
 
+def in_mxfp4(weights, generator):
+    """The weights, with random codes and scales in place of the experts' matrices [experts, in, out]."""
+    result = {}
+    for name, weight in weights.items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            result[name] = weight
+            continue
+        count, size_in, size_out = weight.shape
+        shape, loudest = (count, size_out, size_in // 32), 126 if "gate_up" in name else 125
+        result[f"{name}_blocks"] = torch.randint(256, (*shape, 16), generator=generator).byte()
+        result[f"{name}_scales"] = torch.randint(loudest - 4, loudest, shape, generator=generator).byte()
+    return result
+
+
 def load_reference(directory):
     """The checkpoint in `transformers`, in float32 whatever its stored dtype. Refuses weights that do not fit it."""
+    is_quantized = "quantization_config" in read_json(Path(directory, "config.json"))
     model, report = auto_class(AutoConfig.from_pretrained(directory)).from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager", output_loading_info=True)
+        directory, dtype=torch.float32, attn_implementation="eager", output_loading_info=True,
+        quantization_config=Mxfp4Config(dequantize=True) if is_quantized else None)
     problems = {kind: keys for kind, keys in report.items() if keys}
     if problems:
         raise ValueError(f"{directory}: transformers does not read these weights cleanly: {problems}")
@@ -222,7 +248,7 @@ def check_config_is_read(directory, tensors):
     def difference(config):
         return (logits_with_config(directory, config, tensors["prompt.2"].tolist()) - tensors["logits.2"]).abs().max()
 
-    if (moved := difference(AutoConfig.from_pretrained(directory).to_dict())) > 1e-5:
+    if (moved := difference(AutoConfig.from_pretrained(directory).to_dict())) > 1e-4:
         raise ValueError(f"{directory}: transformers' own spelling of config.json gives other logits ({moved:.1e})")
     for edit in EDITS.get(directory.name, []):
         if (moved := difference(edited(read_json(directory / "config.json"), edit))) < VISIBLE:

@@ -41,6 +41,7 @@ def compile_kernel(function, constants: dict, dtype: torch.dtype, capability: in
     """The compiled kernel, with pointers and strides that are multiples of 16 where an engine's always are. types: of
     arguments whose names do not tell them."""
     names = function.arg_names
+    constants = dict.fromkeys({"sinks"}.intersection(names) - types.keys()) | constants
     signature = {name: types.get(name) or _type_of(name, constants, TYPES[dtype]) for name in names}
     if fp8:
         signature |= dict(k_cache="*fp8e4nv", v_cache="*fp8e4nv")
@@ -75,7 +76,7 @@ def cache_strides(head_dim: int, block_size: int) -> tuple[tuple, tuple]:
 
 
 def attention(phase: str, capability: int, dtype: torch.dtype, head_dim: int, group: int = 2, block_size: int = 64,
-              window=0, no_split=True, fp8=False, stages=3):
+              window=0, no_split=True, fp8=False, stages=3, **sinks):
     """paged_attention_kernel as `paged_attention` would launch it, and the configuration it was given."""
     sizes = dtype.itemsize, SHARED_MEMORY[capability] * 1024, 1 if fp8 else dtype.itemsize
     config = tiles.tile_config("prefill" if phase == "prefill" else "decode", group, head_dim, *sizes, stages)
@@ -90,11 +91,12 @@ def attention(phase: str, capability: int, dtype: torch.dtype, head_dim: int, gr
         function, constants = cascade.cascade_kernel, constants | dict(PREFIX=phase == "prefix")
     else:
         constants |= dict(PREFILL=phase == "prefill", ONE_PROGRAM=no_split)
-    compiled = compile_kernel(function, constants, dtype, capability, config["num_warps"], config["num_stages"], fp8)
+    compiled = compile_kernel(function, constants, dtype, capability, config["num_warps"], config["num_stages"], fp8,
+                              **sinks)
     return compiled, config
 
 
-def hopper(dtype: torch.dtype, head_dim: int, group: int, window: bool):
+def hopper(dtype: torch.dtype, head_dim: int, group: int, window: bool, **sinks):
     """The prefill kernel for Hopper alone."""
     from triton.experimental.gluon._runtime import GluonASTSource  # what Gluon's own tests compile with
     padded = tiles.next_power_of_2(group)
@@ -103,14 +105,20 @@ def hopper(dtype: torch.dtype, head_dim: int, group: int, window: bool):
     types = {name: f"tensordesc<{TYPES[dtype]}{box},{hopper_file.gl.NVMMASharedLayout(128, 16, len(box))!r}>"
              for name, box in (("q_box", rows), ("k_box", block), ("v_box", block))}
     return compile_kernel(hopper_file.hopper_prefill_kernel, dict(GROUP=group, WINDOW=window), dtype, 90,
-                          make_source=GluonASTSource, **types)
+                          make_source=GluonASTSource, **types, **sinks)
 
 
 def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
     """Tasks that compile the smaller kernels."""
     constants = tiles.kernel_constants(8, 2, head_dim, 64, window, dtype, *cache_strides(head_dim, 64))
     merge = {name: constants[name] for name in ("HEAD_DIM", "DIM_PADDED", "WINDOW")}
-    yield partial(compile_kernel, kernel.merge_splits_kernel, merge | dict(TILE_N=64), dtype, capability, num_warps=1)
+    sinks = dict(sinks=f"*{TYPES[dtype]}")
+    for more in ({}, sinks):
+        yield partial(compile_kernel, kernel.merge_splits_kernel, merge | dict(TILE_N=64), dtype, capability, 1, **more)
+    for phase in ("decode", "prefill"):
+        yield partial(attention, phase, capability, dtype, 64, 8, window=window, **sinks)
+    if capability == 90 and dtype is not torch.float32 and hopper_file.gl:
+        yield partial(hopper, dtype, 64, 8, window > 0, **sinks)
     in_float32 = dict(q_norm="*fp32", k_norm="*fp32")  # as Gemma's weights of norms are
     for switches, types in ((dict(ROTATE=True, NORM=True), {}), (dict(ROTATE=True, NORM=True), in_float32),
                             (dict(ROTATE=False, NORM=False), {})):
@@ -141,11 +149,13 @@ def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
         yield partial(compile_kernel, quantize_rows_kernel, sizes, dtype, capability, 16, out="*fp8e4nv",
                       scale="*fp32")
     routed = dict(counts="*i32", pairs="*i32", scores="*fp32")
+    for act, num_tokens in itertools.product(("swigluoai", ""), (1, 64, 8192)) if dtype is not torch.float32 else ():
+        yield partial(experts, capability, dtype, act, num_tokens, torch.uint8, routed | dict(bias=f"*{TYPES[dtype]}"))
     route = dict(EXPERTS=40, PADDED=64, TOP_K=6, CHOICES=8, NORMALIZED=True, COUNT=4)
     yield partial(compile_kernel, fused_experts.route_kernel, route, dtype, capability, 1, **routed)
     for act, num_tokens in itertools.product(("silu", ""), (1, 64, 8192)):
-        for is_fp8 in (False, True) if capability >= 89 else (False,):
-            yield partial(experts, capability, dtype, act, num_tokens, is_fp8, routed)
+        for kind in (dtype, torch.float8_e4m3fn) if capability >= 89 else (dtype,):
+            yield partial(experts, capability, dtype, act, num_tokens, kind, routed)
     picked = dict(best="*fp32", at="*i32", out="*i64")
     integers = dict.fromkeys(("slots", "positions"), "*i32")
     yield partial(compile_kernel, group_slots_kernel, dict(BLOCK_SIZE=64, TILE=1024), dtype, capability, **integers)
@@ -154,13 +164,15 @@ def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
     yield partial(compile_kernel, pick.best_of_tiles_kernel, dict(TILES=128), dtype, capability, 1, **picked)
 
 
-def experts(capability: int, dtype: torch.dtype, act: str, num_tokens: int, is_fp8: bool, types: dict):
-    """experts_kernel as `experts_product` would launch it."""
-    kind, memory = torch.float8_e4m3fn if is_fp8 else dtype, SHARED_MEMORY[capability] * 1024
+def experts(capability: int, dtype: torch.dtype, act: str, num_tokens: int, kind: torch.dtype, types: dict):
+    """experts_kernel as `experts_product` would launch it. kind: of the weights"""
+    memory = SHARED_MEMORY[capability] * 1024
     form = fused_experts.experts_form(num_tokens, 6, 40, act != "", kind, memory)
-    warps, constants = form.pop("num_warps"), dict(EXPERTS=40, PADDED=64, OUT=512, SIZE=1536, ACTIVATION=act, **form)
-    kinds = dict.fromkeys(("x", "weight"), "*fp8e4nv") | dict.fromkeys(("x_scale", "scale"), "*fp32") if is_fp8 else (
-        dict.fromkeys(("x_scale", "scale"), f"*{TYPES[dtype]}"))
+    warps, constants = form.pop("num_warps"), dict(EXPERTS=40, PADDED=64, OUT=512, SIZE=1536, ACTIVATION=act, **form,
+                                                       **dict.fromkeys({"bias"} - types.keys()))
+    kinds = {torch.float8_e4m3fn: dict(x="*fp8e4nv", weight="*fp8e4nv", x_scale="*fp32", scale="*fp32"),
+             torch.uint8: dict(weight="*u8", scale="*u8", x_scale=f"*{TYPES[dtype]}")}.get(
+                 kind, dict.fromkeys(("x_scale", "scale"), f"*{TYPES[dtype]}"))
     compiled = compile_kernel(fused_experts.experts_kernel, constants, dtype, capability, warps, **kinds, **types)
     assert compiled.metadata.shared <= memory, (compiled.metadata.shared, form)
 

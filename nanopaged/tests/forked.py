@@ -45,7 +45,7 @@ def have_fewer_blocks():
 def pretended():
     """Graphs and the small kernels on a CPU: (object, name, what to put there)."""
     from nanopaged.features import fused, graphs
-    from nanopaged.tests.test_graphs import PretendedGraph, pretend_to_record
+    from nanopaged.tests.pretended import PretendedGraph, pretend_to_record
     grammar = if_there("grammar")
     recorded = [graphs.GraphRunner, grammar.Masks] if grammar else [graphs.GraphRunner]
     return [*((kind, "_static_step", pretend_to_record(kind._static_step)) for kind in recorded),

@@ -6,7 +6,7 @@ import kernel
 import model
 from nanopaged.tests.helpers import if_there
 
-fp8, fused, fused_experts = map(if_there, ("fp8", "fused", "fused_experts"))
+four_bits, fp8, fused, fused_experts, gpt_oss = map(if_there, ("four_bits", "fp8", "fused", "fused_experts", "gpt_oss"))
 
 
 def normalize(x, weight, bias, eps):
@@ -16,6 +16,10 @@ def normalize(x, weight, bias, eps):
 def fp8_weight(weight, scale):
     """A weight in FP8, as an engine keeps it, in float32."""
     return weight.float() * scale
+
+
+def activate(x, activation):
+    return gpt_oss.clamped_swiglu(x) if activation == "swigluoai" else model.activate(x, activation, True)
 
 
 class PlainKernels:
@@ -49,13 +53,17 @@ class PlainKernels:
         return y if out is None else out.copy_(y)
 
     @staticmethod
-    def mix_experts(x, logits, gate_up, down, top_k, normalized, activation, *scales):
-        gate_up, down = map(fp8_weight, (gate_up, down), scales) if scales else (gate_up, down)
+    def mix_experts(x, logits, gate_up, down, top_k, normalized, activation, *scales, biases=()):
+        widen = four_bits.widen if gate_up.dtype is torch.uint8 else fp8_weight
+        gate_up, down = map(widen, (gate_up, down), scales) if scales else (gate_up, down)
         logits = logits.float() if logits.dim() == 2 else logits.float().sum(0)
         scores, chosen = F.softmax(logits, dim=1).topk(top_k)
         scores = scores / scores.sum(1, keepdim=True) if normalized else scores
-        hidden = model.activate(torch.einsum("tnij,tj->tni", gate_up[chosen].to(x.dtype), x), activation, True)
-        return (torch.einsum("tnji,tni->ntj", down[chosen].to(x.dtype), hidden) * scores.T[:, :, None]).to(x.dtype)
+        hidden = torch.einsum("tnij,tj->tni", gate_up[chosen].to(x.dtype), x)
+        hidden = activate(hidden + biases[0][chosen] if biases else hidden, activation)
+        out = torch.einsum("tnji,tni->ntj", down[chosen].to(x.dtype), hidden)
+        out = out + biases[1][chosen].transpose(0, 1) if biases else out
+        return (out * scores.T[:, :, None]).to(x.dtype)
 
 
 def plain_kernels():
@@ -78,3 +86,38 @@ def kept(llm):
     tensors = dict(llm.runner.model.named_parameters())
     return {name: fp8_weight(tensor, tensors[name.replace("weight", "scale")]) for name, tensor in tensors.items()
             if tensor.dtype is torch.float8_e4m3fn}
+
+
+class PretendedGraph:
+    """A stand-in for a CUDA graph on a CPU: it does again what was done while it was recorded."""
+    recording = None
+
+    def __init__(self):
+        self.steps = []
+
+    def pool(self):
+        pass
+
+    def replay(self):
+        for step, outputs in self.steps:
+            for output, new in zip(outputs, step(), strict=True):
+                output.copy_(new)
+
+    def capture_begin(self, *_, **__):
+        PretendedGraph.recording = self
+
+    def capture_end(self):
+        PretendedGraph.recording = None
+
+
+def pretend_to_record(step):
+    """The step of a runner, or of masks, that a pretended graph can do again."""
+    def record(*args):
+        graph = PretendedGraph.recording
+        if graph and hasattr(args[-1], "num_tiles"):
+            blank_input(*args)
+        outputs = step(*args)
+        if graph:
+            graph.steps.append((lambda: step(*args), outputs))
+        return outputs
+    return record

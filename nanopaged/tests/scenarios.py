@@ -52,17 +52,20 @@ DEFAULTS: dict[str, tuple[Any, ...]] = dict(
     longest_prompt=(8, 20), long=(0.0,), at_once=(2, 8))
 SCENARIOS: dict[str, dict[str, tuple[Any, ...]]] = {
     "a long prompt before many short ones": dict(budget=(3, 8, 16), max_len=(160,), longest_prompt=(3,), long=(0.1,)),
-    "a pool of few blocks": dict(spare_blocks=(0, 1, 2), max_num_seqs=(4, 12), at_once=(8,)),
+    "a pool of few blocks": dict(spare_blocks=(0, 1, 2), max_num_seqs=(4, 12), at_once=(8,), samples=((1,), (1, 3))),
     "all texts with one beginning": dict(common=(16, 20), caching=(True,), longest_prompt=(20,)),
     "samples and beams": dict(samples=((1, 2, 4),), beams=(0.3,)),
-    "launches and reads that fail": dict(fails=(0.02, 0.1), samples=((1, 1, 3),)),
+    "launches and reads that fail": dict(fails=(0.02, 0.1), samples=((1, 1, 3),), spare_blocks=(2, 16)),
     "aborts at any time": dict(aborts=(0.1, 0.4), samples=((1, 1, 3),), beams=(0.1,), spare_blocks=(1, 8)),
-    "sliding windows": dict(window=(1, 5, 11), spare_blocks=(1, 8), max_len=(48, 80)),
-    "swapping": dict(host_blocks=(3, 10, 50), spare_blocks=(0, 2, 8), max_num_seqs=(4, 12)),
+    "sliding windows": dict(window=(1, 5, 11), spare_blocks=(1, 8), max_len=(48, 80), samples=((1,), (1, 3)),
+                            fails=(0.0, 0.05), aborts=(0.0, 0.1)),
+    "swapping": dict(host_blocks=(3, 10, 50), spare_blocks=(0, 2, 8), max_num_seqs=(4, 12), samples=((1,), (1, 3)),
+                     fails=(0.0, 0.05), aborts=(0.0, 0.1), priorities=((0,), (0, 1))),
     "two pools": dict(pools=(2, 3), samples=((1, 1, 3),), spare_blocks=(0, 2, 16), priorities=((0,), (0, 1)),
-                      fails=(0.0, 0.05)),
-    "drafts": dict(drafts=(0.5, 1.0), fails=(0.0, 0.02), spare_blocks=(1, 8)),
-    "priorities": dict(priorities=((0, 1, 2),), spare_blocks=(0, 2, 8), at_once=(8,)),
+                      fails=(0.0, 0.05), aborts=(0.0, 0.1), host_blocks=(0, 0, 10)),
+    "drafts": dict(drafts=(0.5, 1.0), fails=(0.0, 0.05), aborts=(0.0, 0.1), spare_blocks=(1, 8), samples=((1,), (1, 3)),
+                   host_blocks=(0, 0, 10), window=(0, 0, 7), budget=(16, 64)),
+    "priorities": dict(priorities=((0, 1, 2),), spare_blocks=(0, 2, 8), at_once=(8,), beams=(0.0, 0.1)),
     "everything at once": dict(
         window=(0, 0, 5), host_blocks=(0, 5, 50), pools=(1, 2, 3), drafts=(0.0, 0.5), samples=((1, 1, 2, 4),),
         beams=(0.1,), fails=(0.0, 0.05), aborts=(0.0, 0.1), priorities=((0,), (0, 1)), spare_blocks=(0, 2, 16),
@@ -135,7 +138,7 @@ class Model:
         written = [place for seq, count in zip(step.seqs, step.num_tokens) for place in self._write(
             seq, count, whole[seq], step)]
         self.events.update(preempted=len(step.preempted), copied=len(step.copies), steps=1, failed=bool(fault),
-                           swapped=len(getattr(step, "swaps_in", ())))
+                           drafts=len(step.sampled) - len({*step.sampled}), swapped=len(getattr(step, "swaps_in", ())))
         if fault in ("launch", "memory"):
             self._spoil(written)
             raise OSError(fault) if fault == "launch" else torch.OutOfMemoryError(fault)

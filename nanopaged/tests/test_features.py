@@ -86,7 +86,8 @@ ASK = dict(
     chat_template=lambda: llm().chat([{"role": "user", "content": "Hi"}]), conversation=converse,
     drafts=command(*PROMPT, "--speculate", "3"), edits=ask(presence_penalty=1), fp8=lambda: llm(quantization="fp8"),
     fp8_cache=lambda: llm(kv_cache_dtype="fp8"), experts=lambda: llm(model=str(GOLDEN / "mixtral")),
-    fused_experts=experts_on_a_gpu,
+    fused_experts=experts_on_a_gpu, four_bits=lambda: llm(model=str(GOLDEN / "gpt-oss-mxfp4")),
+    gpt_oss=lambda: llm(model=str(GOLDEN / "gpt-oss")),
     structured=ask(structured_outputs=dict(regex="a+")), more_families=lambda: llm(model=str(GOLDEN / "arcee")),
     frames=command(*PROMPT, "--trace"), grammar=ask(structured_outputs=dict(regex="a+")),
     hub=command("--model", "org/name", *PROMPT), huggingface=lambda: load_tokenizer(GOLDEN / "tokenizers" / "llama2"),
@@ -264,7 +265,7 @@ KNOWN = dict(
 # all features do, a simulation does it, and attention and the model's settings have sliding windows of their own.
 FORMATS = {"options.py", "sampling_params.py", "outputs.py", "trace.py", "frames.py", "page.py", "simulate.py"}
 ATTENTION = {"kernel.py", "model.py", "tiles.py", "families.py", "rectangles.py", "warmup.py", "cascade.py",
-             "hopper.py", "experts.py"}
+             "hopper.py", "experts.py", "more_families.py", "gpt_oss.py"}
 
 
 @cache

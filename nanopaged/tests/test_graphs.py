@@ -25,42 +25,7 @@ from nanopaged.tests.helpers import (
     needs_gpu,
     tokens_of,
 )
-from nanopaged.tests.pretended import blank_input, plain_kernels
-
-
-class PretendedGraph:
-    """A stand-in for a CUDA graph on a CPU: it does again what was done while it was recorded."""
-    recording = None
-
-    def __init__(self):
-        self.steps = []
-
-    def pool(self):
-        pass
-
-    def replay(self):
-        for step, outputs in self.steps:
-            for output, new in zip(outputs, step(), strict=True):
-                output.copy_(new)
-
-    def capture_begin(self, *_, **__):
-        PretendedGraph.recording = self
-
-    def capture_end(self):
-        PretendedGraph.recording = None
-
-
-def pretend_to_record(step):
-    """The step of a runner, or of masks, that a pretended graph can do again."""
-    def record(*args):
-        graph = PretendedGraph.recording
-        if graph and isinstance(args[-1], graphs.Shape):
-            blank_input(*args)
-        outputs = step(*args)
-        if graph:
-            graph.steps.append((lambda: step(*args), outputs))
-        return outputs
-    return record
+from nanopaged.tests.pretended import PretendedGraph, plain_kernels, pretend_to_record
 
 
 def record_graphs(llm, monkeypatch):

@@ -32,7 +32,7 @@ def undo_without_eviction(self, step, undo=Scheduler.undo):
     ids=["undo", "evict", "order", "drafts", "window"])
 def test_it_finds_a_planted_fault_and_says_how_to_see_it_again(monkeypatch, capsys, place, name, wrong, first):
     monkeypatch.setattr(getattr(scenarios, place) if isinstance(place, str) else place, name, wrong)
-    several = len(NAMES) * scenarios.REQUESTS
+    several = 4 * len(NAMES) * scenarios.REQUESTS
     assert scenarios.main([str(several), "--first", str(first)]) == 1
     out = capsys.readouterr().out
     seed = int(out.split("--seed ")[1])

@@ -49,7 +49,7 @@ def build_model(config: model.ModelConfig, tensors: Iterable[tuple[str, Tensor]]
     holds the weights once. ValueError: too little memory, or what `load_weights` raises."""
     with torch.device("meta"):  # shapes without memory
         built = model.Transformer(config, modules_for(config, modules))
-    types = {parameter: torch.float32 if name.endswith(".scale") else parameter.dtype if parameter.itemsize == 1
+    types = {parameter: parameter.dtype if parameter.itemsize == 1 else torch.float32 if name.endswith(".scale")
              else dtype for name, parameter in built.named_parameters()}
     size = sum(parameter.numel() * kind.itemsize for parameter, kind in types.items())
     is_cuda = torch.device(device).type == "cuda"
@@ -71,7 +71,10 @@ def build_model(config: model.ModelConfig, tensors: Iterable[tuple[str, Tensor]]
 
 
 def modules_for(config: model.ModelConfig, modules: model.Modules = model.PLAIN) -> model.Modules:
-    """The modules; for a mixture of experts with its MLPs, for Ministral 3 and layers of several kinds with these."""
+    """The modules; for a mixture of experts with its MLPs, for gpt-oss, Ministral 3 and layers of several kinds with
+    these."""
+    if config.sinks:
+        modules = feature("gpt_oss", "a model with sinks").with_sinks(modules)
     if config.experts:
         modules = feature("experts", "a mixture of experts").with_experts(modules)
     if config.ropes and config.ropes[0].get("llama_4_scaling_beta"):

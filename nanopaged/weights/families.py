@@ -45,8 +45,10 @@ def read_model_config(hf: dict[str, Any]) -> model.ModelConfig:
     if read is None:
         file, name = OF_FEATURES[architecture].split(".")
         read = vars(feature(file, f"a model of the architecture {architecture}"))[name]
-    fp8, quantized = None, hf.get("quantization_config")
-    if quantized is not None:
+    fp8, four_bits, quantized = None, None, hf.get("quantization_config")
+    if isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4":
+        four_bits = feature("four_bits", "a checkpoint in MXFP4").read_form(architecture)
+    elif quantized is not None:
         fp8 = feature("fp8", "a checkpoint with a quantization_config").read_form(quantized)
     try:
         config = read(hf)
@@ -59,10 +61,10 @@ def read_model_config(hf: dict[str, Any]) -> model.ModelConfig:
         if trained := STRETCHED.get(rope["rope_type"]):  # as in vLLM, texts may be longer by the factor
             length = check_size("max_position_embeddings", int(rope["factor"] * rope[trained]))
             config.max_position_embeddings = max(config.max_position_embeddings, length)
-    dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
+    dtype = str(hf.get("dtype") or hf.get("torch_dtype") or config.torch_dtype).removeprefix("torch.")
     if dtype not in ("float32", "float16", "bfloat16"):
         raise ValueError(f"weights of type {dtype} are not supported; float32, float16 and bfloat16 are")
-    config.torch_dtype, config.fp8 = getattr(torch, dtype), fp8
+    config.torch_dtype, config.fp8, config.four_bits = getattr(torch, dtype), fp8, four_bits
     return config
 
 
@@ -334,7 +336,7 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], model.ModelConfig]] = {
 OF_FEATURES = {
     "MixtralForCausalLM": "experts.mixtral", "Qwen3MoeForCausalLM": "experts.qwen3_moe",
     "OlmoeForCausalLM": "experts.olmoe", "GraniteMoeForCausalLM": "experts.granite_moe",
-    "GraniteMoeSharedForCausalLM": "experts.granite_moe",
+    "GraniteMoeSharedForCausalLM": "experts.granite_moe", "GptOssForCausalLM": "gpt_oss.gpt_oss",
     "Ministral3ForCausalLM": "more_families.ministral3", "Exaone4ForCausalLM": "more_families.exaone4",
     "CwmForCausalLM": "more_families.cwm", "Ernie4_5ForCausalLM": "more_families.ernie4_5",
     "Ernie4_5_ForCausalLM": "more_families.ernie4_5",  # the name in its first checkpoints
@@ -355,7 +357,6 @@ REFUSED = {  # a part of an architecture's name -> the reason
     "^Gemma4": "Gemma 4, with heads of two sizes and layers that share a cache",
     "^GraniteMoeHybrid": "Granite 4, with state-space layers or experts",
     "Mamba|Jamba|Zamba|Bamba|Rwkv|FalconH1|NemotronH|RecurrentGemma": "a state-space model",
-    "^GptOss": "gpt-oss, a mixture of experts with biases, sinks in attention and weights of 4 bits",
     "^(Deepseek|Kimi|LongcatFlash|Glm4MoeLite)": "a mixture of experts with latent attention, as DeepSeek's",
     "Moe|MoE|Mixtral": "a mixture of experts of another form",
     "(?<!LMHead)Model$|ForMaskedLM$|ForSequenceClassification$": "an embedding model or a classifier",

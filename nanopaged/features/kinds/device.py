@@ -5,12 +5,12 @@ has 5 layers in a block, with the K and V of block_size tokens each:
 
     block 0                             block 1                             block 2
     | K V | K V | K V | K V | K V |     | K V | K V | K V | K V | K V |     | K V | ..
-      0 1   2 3   4 5   6 7   8 9         10 11  ..                           20 ..        parts
+      0 1   2 3   4 5   6 7   8 9         10 11  ..                           20 ..        pieces
 
-The K of the group's second layer is in part 2 of every block. So this layer's K cache is the pool from part 2 on, cut
-into parts, and block b is there part 10 * b. The tables on the device have these numbers in place of block ids, and
-attention reads the cache as in chapter 1: contiguous blocks, one after another. Layers with other heads cut the same
-bytes into parts of another size.
+A piece is the K, or V, of one layer. The K of the group's second layer is piece 2 of each block. So this layer's K
+cache is the pool from piece 2 on, as if each piece were a block of chapter 1, and the layer's K of block b is its entry
+10 * b. The tables on the device have these numbers in place of block ids, and attention reads the cache as in chapter
+1: contiguous blocks, one after another. Layers with other heads cut the same bytes into pieces of another size.
 
 **A step** has one table for each group and sequence, side by side in the sequence's batch row, and one launch computes
 the slots of its tokens in all groups. The sizes do not change, so a step can be recorded.
@@ -111,8 +111,8 @@ def group_layers(layers: list[Any]) -> list[int]:
 
 
 class Layout:
-    """How layers share blocks. places[i]: of layer i in its group; first_layers[g]: of group g; num_parts[g]: the K and
-    V of a layer of group g that a block has room for"""
+    """How layers share blocks. places[i]: of layer i in its group; first_layers[g]: the first layer of group g;
+    num_pieces[g]: how many pieces of such a layer a block has room for; strides[g]: pieces from a block to the next"""
 
     def __init__(self, config: model.ModelConfig, block_size: int, dtype: torch.dtype):
         self.groups, self.heads, self.num_groups = config.groups, heads_of(config), max(config.groups) + 1
@@ -124,7 +124,11 @@ class Layout:
         unit = math.lcm(*(heads.size for heads in self.heads))
         token_bytes = block_size * dtype.itemsize
         self.block_bytes = engine.cdiv(max(sizes), unit) * unit * token_bytes
-        self.num_parts = [self.block_bytes // (self.heads[layer].size * token_bytes) for layer in self.first_layers]
+        self.num_pieces = [self.block_bytes // (self.heads[layer].size * token_bytes) for layer in self.first_layers]
+        # With heads of one size the pieces of a layer lie side by side, as in the pool of other models: on an H100
+        # attention of 64 texts reads them faster than pieces that are spread over all of the memory.
+        self.is_uniform = len(set(self.heads)) == 1
+        self.strides = [1] * self.num_groups if self.is_uniform else self.num_pieces
         self.model_bytes = sum(sizes) * token_bytes  # of block_size tokens in every layer
 
 
@@ -153,11 +157,16 @@ class KindsPool(Pool):
 
     def allocate(self, num_blocks: int) -> Any:
         """The K and V cache of each layer."""
-        layout = self.layout
-        pool = self._empty(num_blocks, self.num_small(num_blocks), layout.block_bytes // layout.dtype.itemsize)
+        layout, num_small = self.layout, self.num_small(num_blocks)
+        if layout.is_uniform:
+            self.block_dim = 1
+            pool = self._empty(num_blocks, layout.num_pieces[0], num_small, *self.shape_of(0))
+            self.blocks = pool.view(torch.uint8)
+            return [(pool[2 * place], pool[2 * place + 1]) for place in layout.places]
+        pool = self._empty(num_blocks, num_small, layout.block_bytes // layout.dtype.itemsize)
         self.blocks = pool.view(torch.uint8)
-        parts = [pool.view(-1, *self.shape_of(layer)) for layer in range(self.num_layers)]
-        return [(of_layer[2 * place:], of_layer[2 * place + 1:]) for of_layer, place in zip(parts, layout.places)]
+        pieces = [pool.view(-1, *self.shape_of(layer)) for layer in range(self.num_layers)]
+        return [(of_layer[2 * place:], of_layer[2 * place + 1:]) for of_layer, place in zip(pieces, layout.places)]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -165,11 +174,12 @@ class KindsPool(Pool):
 # --------------------------------------------------------------------------------------------------
 
 class KindsRows(Rows):
-    """A row has a table for each group, one after another, of part numbers: block * num_parts."""
+    """A row has a table for each group, one after another, of numbers of pieces: block * stride."""
 
-    def __init__(self, num_parts: list[int], num_seqs: int, max_blocks: int, device: torch.device):
-        self.num_parts, self.table_size = num_parts, engine.cdiv(max_blocks, 4) * 4
-        super().__init__(num_seqs, len(num_parts) * self.table_size, device)
+    def __init__(self, strides: list[int], num_seqs: int, max_blocks: int, device: torch.device):
+        # A multiple of 16: Triton then compiles the same kernel for a table's row here, and for a copy of the table.
+        self.strides, self.table_size = strides, engine.cdiv(max_blocks, 16) * 16
+        super().__init__(num_seqs, len(strides) * self.table_size, device)
 
     def send(self, seqs: list[Any]) -> None:
         width = self.block_tables.shape[1]
@@ -183,10 +193,10 @@ class KindsRows(Rows):
                     first = 0
                     new.append(seq)
                 row = seq.row * width
-                for table, parts in zip((seq.block_table, *(part.block_table for part in seq.parts.values())),
-                                        self.num_parts):
+                tables = seq.block_table, *(part.block_table for part in seq.parts.values())
+                for table, stride in zip(tables, self.strides):
                     cells += range(row + first, row + end)
-                    entries += [max(block, 0) * parts for block in table[first:]]
+                    entries += [max(block, 0) * stride for block in table[first:]]
                     row += self.table_size
                 seq.num_sent_blocks = end
         self.write(cells, entries, new)
@@ -212,7 +222,7 @@ class KindsRunner(Runner):
 
     def _make_rows(self) -> Rows:
         self.layout = Layout(self.config, self.block_size, self.kv_dtype)
-        return KindsRows(self.layout.num_parts, self.max_num_seqs, engine.cdiv(self.max_model_len, self.block_size),
+        return KindsRows(self.layout.strides, self.max_num_seqs, engine.cdiv(self.max_model_len, self.block_size),
                          self.device)
 
     def make_batch(self, sent: StepTensors, logits_indices: Tensor | None, sampling_places: Tensor | None,

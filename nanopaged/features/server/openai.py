@@ -96,7 +96,8 @@ class Serving:
             make, body, path = partial(ResponseCall, given=body), read_response(body), CHAT
         body = _check_fields(path, body)
         tools, call = read_tools(body)  # /v1/completions has none
-        kind = "forced" if call else self.tool_parser if tools else None
+        has_channels = path == CHAT and self.tool_parser == "openai"  # in every answer
+        kind = "forced" if call else self.tool_parser if tools or has_channels else None
         if kind in FORMATS:
             body.setdefault("skip_special_tokens", False)  # they may be those around a call
         elif call:
@@ -109,7 +110,7 @@ class Serving:
         if length is None:
             self._check_size(texts)
         prompts = [self._render(body, tools)] if path == CHAT else [_read_prompt(prompt) for prompt in texts]
-        if path == CHAT and self.reasoning_parser:
+        if path == CHAT and self.reasoning_parser and not has_channels:
             thinks = self._read_thinking(prompts[0]["prompt"].rstrip(), params)
         if length is not None:  # from the left; -1: what goes with max_tokens
             length = max(1, self.llm.max_model_len - (params.max_tokens or 1)) if length < 0 else length
@@ -253,5 +254,6 @@ def make_reader(llm: Any, model: str, *, served_model_name: str | None = None, c
                                **more)
 
     found = feature("chat_template", "a chat").load_chat_template(llm.tokenizer_path, chat_template)
-    tool_parser = tool_call_parser or find_parser("".join(found.templates.values()) if found else "")
+    tool_parser = tool_call_parser or ("openai" if reasoning_parser == "openai" else find_parser(
+        "".join(found.templates.values()) if found else ""))
     return Serving(llm, served_model_name or model, render or render_it, model, tool_parser, reasoning_parser)

@@ -5,10 +5,12 @@
     llama3_json   {"name": "f", "parameters": {"x": 1}}; {"name": ..                    Llama 3
     mistral       [TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}, ..]                Mistral, and newer:
                   [TOOL_CALLS]f[ARGS]{"x": 1}[TOOL_CALLS] ..
+    openai        <|channel|>analysis<|message|>The user wants ..<|end|><|start|>assistant to=functions.f
+                  <|channel|>commentary json<|message|>{"x": 1}<|call|>                 gpt-oss; "final" is content
     forced        {"name":"f","arguments":{"x":1}}                     by a grammar: tool_choice "required", or a name
 
 The names are vLLM's. A call in a format of models is sent when it is complete: until then it may turn out to be
-none, and what is no call stays text. The arguments of a forced call are sent as they come.
+none, and what is no call stays text. The arguments of a forced call, and of one of gpt-oss's, are sent as they come.
 """
 import json
 import uuid
@@ -23,14 +25,18 @@ THINKING, THOUGHT = rf"\A\s*+{THINK}\s*", rf"{SPACES}{END_THINK}\s*"
 FORMATS = {  # name -> a part of the chat templates of its models; a call up to its JSON, with its name; a call's end
     "hermes": ("<tool_call>", rf"{SPACES}<tool_call>\s*()", r"\s*</tool_call>"),
     "mistral": ("[TOOL_CALLS]", rf"{SPACES}\[TOOL_CALLS\]\s*([\w.-]*)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*", ""),
-    "llama3_json": ("dictionary of argument name", rf"{SPACES};?+\s*+(?:<\|python_tag\|>)?+\s*+()(?={{)", "")}
+    "llama3_json": ("dictionary of argument name", rf"{SPACES};?+\s*+(?:<\|python_tag\|>)?+\s*+()(?={{)", ""),
+    # A message's head, with the name of a function in one of two places, and its end. (The prompt begins the first.)
+    "openai": ("<|channel|>", r"\s*+(?:<\|start\|>)?+(?:assistant)?+\s*+(?:to=(?P<to>[\w.-]+))?+\s*+<\|channel\|>"
+               r"(?P<channel>\w+)\s*+(?:to=(?P<to>[\w.-]+))?+[^<]*+(?:<\|constrain\|>)?+[^<]*+<\|message\|>",
+               r"<\|(?:end|call|return)\|>|(?=<\|(?:start|channel)\|>)")}
 NO_CALLS = "", "(?!)", ""  # a pattern that matches nothing
 FORCED = regex.compile(r'\{"name":"([\w-]+)","arguments":')
 NAME = regex.compile("[A-Za-z0-9_-]{1,64}")
 # Schemas of tools have keywords that llguidance does not know, "uniqueItems" for example: these bind nothing.
 LENIENT = {"lenient": True, "coerce_one_of": True, "whitespace_flexible": False}
 NO_PARAMETERS = {"type": "object", "properties": {}}
-THINKERS = ("deepseek_r1", "qwen3")  # the models with these thoughts
+THINKERS = ("deepseek_r1", "openai", "qwen3")  # the models with thoughts; gpt-oss has its own form
 
 
 def find_parser(template: str) -> str | None:
@@ -93,6 +99,7 @@ class Reader:
         self.kind, self.thinks = kind, thinks
         self.held = ""  # text that is not sent yet: more may come that belongs to it
         self.num_calls = self.next_try = 0
+        self.channel: str | None = None  # of the message that the text is in: a delta's key; None: it is in none
 
     def add(self, text: str, ended: bool) -> dict[str, Any]:
         """What came with this text. ended: no more will come."""
@@ -109,7 +116,8 @@ class Reader:
             if end:
                 self.held, self.thinks = self.held.removeprefix(end[0]), None
         if self.thinks is None:
-            (self._read_forced if self.kind == "forced" else self._read)(delta, ended)
+            read = {"forced": self._read_forced, "openai": self._read_channels}.get(self.kind or "", self._read)
+            read(delta, ended)
         return {name: value for name, value in delta.items() if value}
 
     def _take_until(self, pattern: str, ended: bool) -> tuple[str, Any]:
@@ -153,15 +161,43 @@ class Reader:
         are_calls = all([*map(type, call)] == [str, dict] for call in calls)
         return calls if are_calls else [], closed.end() if closed else end
 
+    def _read_channels(self, delta: dict[str, Any], ended: bool) -> None:
+        """gpt-oss's messages. Those to functions are calls, and text outside of messages is content."""
+        _, head, end = FORMATS["openai"]
+        while self.held:
+            text, match = self._take_until(end if self.channel else head, ended)
+            if self.channel == "tool_calls":
+                self._add_arguments(delta["tool_calls"], text)
+            elif self.channel:
+                delta[self.channel] += text
+            else:
+                delta["content"] += text.partition("<|")[0]  # a head that was cut off is no text
+            if not match:
+                return
+            self.held = self.held[len(match[0]):]
+            self.channel = None if self.channel else self._channel_of(match, delta)
+
+    def _channel_of(self, head: Any, delta: dict[str, Any]) -> str:
+        """Where the text of a message with this head goes. (Other tools than functions are the model's own.)"""
+        if (head["to"] or "").startswith("functions."):
+            delta["tool_calls"].append(self._call(head["to"].removeprefix("functions."), ""))
+            return "tool_calls"
+        return "reasoning_content" if head["channel"] == "analysis" or head["to"] else "content"
+
+    def _add_arguments(self, calls: list[dict[str, Any]], text: str) -> None:
+        """Text of the last call's arguments."""
+        if text and not calls:
+            calls.append({"index": self.num_calls - 1, "function": {"arguments": ""}})
+        if text:
+            calls[-1]["function"]["arguments"] += text
+
     def _read_forced(self, delta: dict[str, Any], ended: bool) -> None:
         if not self.num_calls and (match := FORCED.match(self.held)):
             delta["tool_calls"], self.held = [self._call(match[1], "")], self.held[match.end():]
         if self.num_calls:
             text = self.held.removesuffix("}")  # the last brace closes what is around the arguments
             self.held = self.held[len(text):]
-            if text:
-                calls = delta["tool_calls"] = delta["tool_calls"] or [{"index": 0, "function": {}}]
-                calls[0]["function"]["arguments"] = text
+            self._add_arguments(delta["tool_calls"], text)
         elif ended:
             delta["content"] = self.held
 
