@@ -78,7 +78,7 @@ def skip_if_it_was_taken_away(error: BaseException | None):
 def pytest_runtest_call(item):
     try:
         return (yield)
-    except (Exception, pytest.fail.Exception) as error:
+    except (Exception, SystemExit, pytest.fail.Exception) as error:
         skip_if_it_was_taken_away(error)
         raise
 
