@@ -2,6 +2,7 @@
 from typing import Any
 
 from nanopaged import model
+from nanopaged.options import feature
 from nanopaged.weights import families
 
 
@@ -45,9 +46,9 @@ def ernie4_5(hf: dict[str, Any]) -> model.ModelConfig:
 
 
 def granite4(hf: dict[str, Any]) -> model.ModelConfig:
-    """Granite 4 without state-space layers and experts. Its MLP is what the others call the shared expert."""
+    """Granite 4 without experts. Its MLP is what the others call the shared expert."""
     kinds = hf.get("layer_types") or hf.get("layers_block_type") or ["mamba"]
-    if not {*kinds} <= {"attention", families.FULL} or hf.get("num_local_experts", 8):
+    if hf.get("num_local_experts", 8):
         reason = families.REFUSED["^GraniteMoeHybrid"]
         raise ValueError(f"GraniteMoeHybridForCausalLM is {reason}, which nanopaged does not run")
     size = hf.get("shared_intermediate_size", 1024)
@@ -55,6 +56,8 @@ def granite4(hf: dict[str, Any]) -> model.ModelConfig:
     config.layer_ropes = [0 if hf.get("position_embedding_type") == "rope" else -1] * config.num_layers
     config.merged = {"shared_mlp.input_linear": {"mlp.gate_proj": size, "mlp.up_proj": size},
                      "shared_mlp.output_linear": {"mlp.down_proj": config.hidden_size}}
+    if not {*kinds} <= {"attention", families.FULL}:
+        feature("mamba", "Granite 4 with state-space layers").add_states(config, hf, kinds)
     return config
 
 

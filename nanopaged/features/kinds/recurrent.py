@@ -11,6 +11,7 @@ are none. So the sizes do not change, and a step can be recorded. A batch row ha
 """
 import sys
 from dataclasses import dataclass, fields
+from itertools import accumulate
 from typing import Any, Callable, NamedTuple
 
 import torch
@@ -105,6 +106,7 @@ class StateSlots(NamedTuple):
     sources: Tensor  # [N] slots
     targets: Tensor  # [N * W] slots: of each sequence the live one, and marks
     counts: Tensor  # [N, W] the sequence's tokens of this step that the target's state has seen
+    rounds: list[tuple[Tensor, Tensor, Tensor]]  # see `make_rounds`
     inputs: Tensor  # [T, length] of a convolution, the oldest first: indices of `convolve`'s inputs
     last_inputs: Tensor  # [N * W, length - 1] those that targets keep
 
@@ -114,7 +116,29 @@ class StatesBatch(model.Batch):
     states: StateSlots
 
 
-def with_states(batch: model.Batch, rows: Tensor, length: int) -> StatesBatch:
+def make_rounds(query_lens: list[int], seq_lens: list[int], chunk: int) -> list[tuple[list[list[int]], ...]]:
+    """A step's chunks of up to `chunk` tokens, which end at multiples of `chunk`. A round has the next chunk of each
+    sequence with several tokens: [places], for each chunk its tokens in the flat batch, -1 behind the last one, and
+    [how many of the sequence's tokens are done then]. With a chunk of 4, lens 1 and 7, and 2 tokens before these 7:
+
+        place 1, tokens 1 2 -1 -1, done 2      place 1, tokens 3 4 5 6, done 6      place 1, token 7 -1 -1 -1, done 7
+    """
+    starts, rounds = [0, *accumulate(query_lens)], list[tuple[list, list, list]]()
+    for place, (num_tokens, seq_len) in enumerate(zip(query_lens, seq_lens)):
+        done, number = 0, 0
+        while num_tokens > 1 and done < num_tokens:
+            count = min(chunk - (seq_len - num_tokens + done) % chunk, num_tokens - done)
+            tokens = range(starts[place] + done, starts[place] + done + count)
+            done += count
+            if number == len(rounds):
+                rounds.append(([], [], []))
+            for numbers, new in zip(rounds[number], ([place], [*tokens, *[-1] * (chunk - count)], [done])):
+                numbers += new
+            number += 1
+    return rounds
+
+
+def with_states(batch: model.Batch, rows: Tensor, length: int, rounds: list) -> StatesBatch:
     """rows: of the sequences, as EMPTY_ROW; length: tokens of a convolution"""
     first, lens = batch.query_start_loc[:-1], batch.query_start_loc.diff()
     token = torch.arange(len(batch.input_ids), dtype=torch.int32, device=rows.device)
@@ -132,8 +156,8 @@ def with_states(batch: model.Batch, rows: Tensor, length: int) -> StatesBatch:
 
     places = torch.arange(len(lens), dtype=torch.int32, device=rows.device)[:, None]
     kept = inputs(places, counts - 1)[..., 1:].flatten(0, 1)
-    slots = StateSlots(first, lens, rows[:, 0], rows[:, 1::2].flatten(), counts, inputs(place, token - first[place]),
-                       kept)
+    slots = StateSlots(first, lens, rows[:, 0], rows[:, 1::2].flatten(), counts, rounds,
+                       inputs(place, token - first[place]), kept)
     return StatesBatch(*(getattr(batch, one.name) for one in fields(model.Batch)), slots)
 
 
@@ -161,9 +185,25 @@ class StatesRunner(Runner):
     def _make_rows(self) -> Rows:
         return StatesRows(self.max_num_seqs, engine.cdiv(self.max_model_len, self.block_size), self.device)
 
-    def make_batch(self, sent: StepTensors, *args: Any) -> model.Batch:
-        batch = super().make_batch(sent, *args)
-        return with_states(batch, self.rows.slots.index_select(0, sent.rows), self.config.states["length"])
+    def metadata(self, query_lens: list[int], seq_lens: list[int]) -> model.AttentionMetadata:
+        """The chunks of the step are planned on the host, which knows the lengths."""
+        self.lens = query_lens, seq_lens
+        return super().metadata(query_lens, seq_lens)
+
+    def make_batch(self, sent: StepTensors, logits_indices: Tensor | None, sampling_places: Tensor | None,
+                   metadata: model.AttentionMetadata) -> model.Batch:
+        batch = super().make_batch(sent, logits_indices, sampling_places, metadata)
+        chunk, rounds = self.config.states["unit"], []
+        if chunk > 1 and metadata.max_query_len > 1:
+            plan = make_rounds(*self.lens, chunk)
+            sent_plan = iter(self.send([numbers for one in plan for numbers in one]))
+            rounds = [(places, tokens.view(-1, chunk), done) for places, tokens, done in zip(*[sent_plan] * 3)]
+        return with_states(batch, self.rows.slots.index_select(0, sent.rows), self.config.states["length"], rounds)
+
+    def shapes(self) -> list:
+        """Of recorded steps (graphs.py): without those with chunks, whose number differs."""
+        shapes: list = super().shapes()  # type: ignore[misc]
+        return [one for one in shapes if not one.num_tiles] if self.config.states["unit"] > 1 else shapes
 
 
 # --------------------------------------------------------------------------------------------------
@@ -235,14 +275,31 @@ def make_manager(options: Any, runner: Any, num_blocks: int, _: int) -> Kinds:
     manager.most_tokens = options.max_num_batched_tokens
     pool = runner.pool
     if pool.num_texts < options.max_num_seqs:
-        print(f"{pool.num_texts} texts run at once, not max_num_seqs {options.max_num_seqs}: each has recurrent states "
-              f"of {pool.slot_bytes / 2**20:.1f} MiB, and all of them may take half of the memory", file=sys.stderr)
+        print(f"{pool.num_texts} texts run at once, not max_num_seqs {options.max_num_seqs}: the states of each take "
+              f"{pool.slot_bytes / 2**20:.1f} MiB, and all of them may take half of the memory", file=sys.stderr)
     manager.kinds[STATES] = States(manager, pool.num_texts, pool.num_slots(num_blocks), runner.config.states["unit"])
     return manager
 
 
 class StatesScheduler(engine.Scheduler):
-    """At most as many texts run at once as there are live slots."""
+    """At most as many texts run at once as there are live slots. A recurrence that is computed in chunks has the same
+    bits only if it is cut where chunks end."""
 
     def __init__(self, manager: Any, max_num_seqs: int, max_num_batched_tokens: int):
-        super().__init__(manager, min(max_num_seqs, manager.kinds[STATES].num_texts), max_num_batched_tokens)
+        kind = manager.kinds[STATES]
+        super().__init__(manager, min(max_num_seqs, kind.num_texts), max_num_batched_tokens)
+        self.chunk = kind.chunk
+
+    def _serve(self, seq: engine.Sequence, step: engine.SchedulerOutput) -> bool:
+        """With less budget than new tokens, serve up to a multiple of `chunk`; not at all, if there is none, unless
+        nobody else is served."""
+        kept_back = 0
+        if step.budget < seq.num_new_tokens and (num_behind := (seq.num_computed_tokens + step.budget) % self.chunk):
+            if num_behind < step.budget:
+                kept_back = num_behind
+            elif step.seqs:
+                return True
+        step.budget -= kept_back
+        is_served = super()._serve(seq, step)
+        step.budget += kept_back
+        return is_served

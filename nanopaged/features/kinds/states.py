@@ -73,7 +73,7 @@ class States(engine.BlockManager):
     def __init__(self, index: Kinds, num_texts: int, num_slots: int, unit: int = 1):
         super().__init__(num_slots, index.block_size, index.enable_prefix_caching)
         self.index, self.num_texts, self.num_running = index, num_texts, 0
-        self.unit = math.lcm(unit, self.block_size)
+        self.chunk, self.unit = unit, math.lcm(unit, self.block_size)
         self.read: list[int] = []  # slots that the last step reads, and held for it
         self.written: list[tuple[StatePart, int, tuple, bool]] = []  # snapshots without a key: .., slot, key, is newest
         self.offered: WeakKeyDictionary[engine.SchedulerOutput, list[int]] = WeakKeyDictionary()
