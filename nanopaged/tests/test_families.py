@@ -49,9 +49,10 @@ LLAMA = dict(architectures=["LlamaForCausalLM"], vocab_size=100, hidden_size=32,
     *((dict(architectures=[name], text_config=text), "multimodal model whose text model is not among these; known")
       for name, text in {"LlavaForConditionalGeneration": {}, "Qwen2AudioForConditionalGeneration": {},
                          "Mistral3ForConditionalGeneration": {"model_type": "mistral4"}}.items()),
-    *((dict(architectures=["GraniteMoeHybridForCausalLM"], **change), "Granite 4, with state-space layers or experts")
-      for change in ({}, dict(layer_types=["mamba"], num_local_experts=0), dict(layer_types=["attention"]),
-                     dict(layer_types=["attention"], num_local_experts=2))),
+    *((dict(architectures=["GraniteMoeHybridForCausalLM"], **change), "Granite 4 with experts")
+      for change in ({}, dict(layer_types=["attention"]), dict(layer_types=["attention"], num_local_experts=2))),
+    (dict(architectures=["GraniteMoeHybridForCausalLM"], layer_types=["mamba"], num_local_experts=0),
+     "no layer with attention"),
     (dict(quantization_config={"quant_method": "gptq"}), "quantised with GPTQ; use one with float32, float16 or"),
     (dict(rope_scaling={"rope_type": "yarn", "factor": 4}), "'yarn' needs original_max_position_embeddings"),
     (dict(rope_scaling={"rope_type": "cubic"}), "rope type 'cubic' is not supported; supported are default, linear, "),
