@@ -54,6 +54,7 @@ class Frame:
     # New: name -> [pool, block table, host blocks, block tables of other groups of layers (kinds) ..], -1 in a table:
     # out of the window; None: it has none any more
     tables: dict = field(default_factory=dict)
+    slots: dict = field(default_factory=dict)  # of recurrent states that are kept: slot -> its text, "" for a snapshot
 
 
 class Traced(engine.Scheduler):
@@ -130,7 +131,9 @@ class Frames:
         return dict(version=VERSION, pools=len(self.schedulers), blocks=manager.num_blocks,
                     block_size=manager.block_size, host_blocks=vars(manager).get("num_host_blocks", 0),
                     window=vars(manager).get("window", 0),
-                    groups=[0, *(kind.window for kind in vars(manager).get("kinds", {}).values())])
+                    groups=[0, *(kind.window for kind in vars(manager).get("kinds", {}).values()
+                                 if hasattr(kind, "window"))],
+                    slots=states.num_blocks if (states := states_of(manager)) else 0)
 
     def tell(self, frame: Frame) -> None:
         """Show the frame, with what has changed since the last one."""
@@ -143,6 +146,9 @@ class Frames:
                     self.tables[self._name(seq)] = [pool, table, list(self.hosts.get(seq, ())), *more]
         frame.tables = {name: self.tables.get(name) for name in before | self.tables
                         if before.get(name) != self.tables.get(name)}
+        if states := states_of(self.schedulers[frame.pool].block_manager):
+            frame.slots = dict.fromkeys(states.key_of_block, "") | {
+                seq.parts["states"].live: self._name(seq) for seq in self.schedulers[frame.pool].running}
         known, now = self.cached[frame.pool], set(self.schedulers[frame.pool].block_manager.key_of_block)
         frame.evicted, self.cached[frame.pool] = sorted(known - now | known & {*frame.registered}), now
         self.show(frame)
@@ -273,7 +279,13 @@ def letters(number: int) -> str:
 
 def _tables(seq: engine.Sequence) -> list[list[int]]:
     """Its block table, and those of other groups of layers (kinds)."""
-    return [seq.block_table, *(part.block_table for part in vars(seq).get("parts", {}).values())]
+    return [seq.block_table, *(part.block_table for part in vars(seq).get("parts", {}).values()
+                               if not hasattr(part, "live"))]
+
+
+def states_of(manager: Any) -> Any:
+    """The slots of recurrent states (features/kinds/states.py), or None."""
+    return vars(manager).get("kinds", {}).get("states")
 
 
 def _real(table: Iterable[int]) -> list[int]:

@@ -35,6 +35,8 @@ LEGEND = """
 GROUP_LEGEND = """
   [0 1] [- 2] the block tables of all groups, those with a sliding window behind those without
   group       0: the block serves group 0, whose layers keep all, 1: it serves group 1, .."""
+SLOT_LEGEND = """
+  states      A: the slot of A's recurrent state, .: a snapshot, from which a text may go on, _: empty"""
 # What is printed of events (of Frame): {2} is item 2. A part in [] is left out if its last item is empty; then what
 # stands behind its | is printed.
 TITLE = ("[on each of {0} GPUs, ]a pool of {1} of {2}[, {3} more on the host][, attention sees {4} tokens]"
@@ -81,16 +83,17 @@ class Trace:
         self.run = run = self.frames.header()
         self.several = run["pools"] > 1
         self.holders: dict[tuple[int, int], list[str]] = {}  # (pool, block) -> sequences
+        self.slots: dict[int, dict[int, str]] = {}  # pool -> slots of recurrent states, as in Frame
         self.groups: dict[tuple[int, int], int] = {}  # (pool, block) -> the group of layers that it serves
         groups = len(run["groups"]) > 1 and counted(len(run["groups"]), "group") + " of layers"
         title = self._text(TITLE, [self.several and run["pools"], counted(run["blocks"], "block"), counted(
             run["block_size"], "token"), run["host_blocks"], run["window"], groups])
-        for line in (title + LEGEND + GROUP_LEGEND * bool(groups)).splitlines():
+        for line in (title + LEGEND + GROUP_LEGEND * bool(groups) + SLOT_LEGEND * bool(run["slots"])).splitlines():
             self.write(line)
 
     def show(self, frame: Frame) -> None:
         """Print what happened. A step begins with a blank line, and what follows belongs to it."""
-        self.holders = {}
+        self.holders, self.slots[frame.pool] = {}, frame.slots
         for name, (pool, table, _, *more) in self.frames.tables.items():
             for group, blocks in enumerate([table, *more]):
                 for block in blocks:
@@ -145,6 +148,13 @@ class Trace:
                              for block, cell in enumerate(cells))
             rows = [serves] if is_small else [serves[start:start + ROW] for start in starts]
             self._lines([("group", _tens(row)) for row in rows], 4)
+        if self.run["slots"]:
+            slots = self.slots.get(pool, {})
+            states = "".join(_cell([slots[slot]] if slots.get(slot) else None, slot in slots)
+                             for slot in range(self.run["slots"]))
+            starts = [start for start in range(0, len(states), ROW) if states[start:start + ROW].strip("_")]
+            self._lines([("states" if start == 0 else f"{start:>10}", _tens(states[start:start + ROW]))
+                         for start in starts], 4)
 
     def _table(self, name: str, frame: Frame, columns: int) -> str:
         """The block tables in at most `columns` columns."""

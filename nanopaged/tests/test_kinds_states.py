@@ -321,3 +321,10 @@ def test_without_prefix_caching_nothing_is_kept():
     seqs = samples(model, range(23), 3, 6)
     run(model, *seqs[:1], sequence(range(23), 9))
     assert not model.kind.prefix_cache and model.events["marks"] == 0
+
+
+def test_what_is_counted():
+    model = fake(block_size=16, num_slots=100)
+    for i in range(3):
+        tokens(model, [*range(80), *[i] * 20])
+    assert (model.kind.num_shortened, model.kind.num_kept) == (1, 4)  # the second text; the ends of 3 prompts, and where they part

@@ -1,5 +1,7 @@
 """LFM2 in an engine: the texts of transformers, and what goes together with recurrent states."""
 import json
+import re
+from contextlib import closing
 from functools import cache
 
 import pytest
@@ -177,3 +179,26 @@ def test_states_are_float32():
 def test_what_a_config_cannot_say(change):
     hf = json.loads((GOLDEN / "lfm2" / "config.json").read_text())
     assert "config.json" in complaint(families.read_model_config, hf | change)
+
+
+def test_the_trace_shows_the_slots():
+    from nanopaged.features.trace import Trace
+    lines = []
+    llm = load("lfm2", device="cpu", block_size=4, num_blocks=20, max_num_seqs=3)
+    with closing(Trace(llm, lines.append)):
+        assert_golden(llm, "lfm2", prompts=slice(1, 2))
+        assert_golden(llm, "lfm2", prompts=slice(1, 2))
+    strips = [line.split(None, 1)[1] for line in lines if line.startswith("  states      ")]
+    assert "snapshot" in strips[0] and len(strips) > 40
+    assert strips[1] == "A_____" and "." in strips[-1] and not re.search("[A-Z]", strips[-1])
+    assert any(re.search(r"B.*\.|\..*B", strip) for strip in strips)
+
+
+def test_metrics_count_slots():
+    from nanopaged.features.server.metrics import Metrics
+    llm = load("lfm2", device="cpu", max_num_seqs=3)
+    assert_golden(llm, "lfm2")
+    found = dict(re.findall(r"^nanopaged:(state_\w+){.*} (\d+)$", Metrics(llm).text("x"), re.M))
+    assert int(found["state_snapshots_total"]) > 0 == int(found["state_shortened_hits_total"])
+    kind = llm.scheduler.block_manager.kinds["states"]
+    assert f'num_state_slots{{model_name="x",state="free"}} {kind.num_blocks}' in Metrics(llm).text("x")

@@ -74,6 +74,7 @@ class States(engine.BlockManager):
         super().__init__(num_slots, index.block_size, index.enable_prefix_caching)
         self.index, self.num_texts, self.num_running = index, num_texts, 0
         self.chunk, self.unit = unit, math.lcm(unit, self.block_size)
+        self.num_kept = self.num_shortened = 0  # snapshots that could be found; texts that missed a deeper one
         self.read: list[int] = []  # slots that the last step reads, and held for it
         self.written: list[tuple[StatePart, int, tuple, bool]] = []  # snapshots without a key: .., slot, key, is newest
         self.offered: WeakKeyDictionary[engine.SchedulerOutput, list[int]] = WeakKeyDictionary()
@@ -97,6 +98,7 @@ class States(engine.BlockManager):
             if key not in self.prefix_cache:
                 self.prefix_cache[key], self.key_of_block[slot] = (slot, 0), key
                 part.newest = (slot, key) if is_newest else None
+                self.num_kept += 1
             self._decref(slot)
 
     def take_back(self, step: engine.SchedulerOutput) -> None:
@@ -124,6 +126,8 @@ class States(engine.BlockManager):
     def resume(self, part: StatePart, keys: list) -> None:
         may_take_two = self._may_keep()
         self.num_running += 1
+        found = min(part.branch, part.seq.num_tokens - 1) // self.unit * self.unit  # as far as a snapshot could reach
+        self.num_shortened += len(keys) * self.block_size < found
         if keys:
             part.source = self.prefix_cache[keys[-1],][0]
             is_free = self.ref_counts[part.source] == 0

@@ -53,6 +53,15 @@ class Metrics:
             ("time_to_first_token_seconds", self.first_token.values(), "From arrival to the first token."),
             ("inter_token_latency_seconds", self.between_tokens.values(), "From token to token."),
             ("e2e_request_latency_seconds", self.whole.values(), "From arrival to the last token.")]
+        kinds = [vars(one.scheduler.block_manager).get("kinds", {}).get("states") for one in self.llm.engines]
+        if states := [kind for kind in kinds if kind]:  # nanopaged/features/kinds/states.py
+            slots = {',state="held"': sum(kind.num_blocks - kind.num_free_blocks for kind in states),
+                     ',state="free"': sum(kind.num_free_blocks for kind in states),
+                     ',state="cached"': sum(len(kind.key_of_block) for kind in states)}
+            values += [("num_state_slots", slots, "Slots of recurrent states; cached ones are snapshots."),
+                       ("state_snapshots_total", sum(kind.num_kept for kind in states), "Snapshots of states."),
+                       ("state_shortened_hits_total", sum(kind.num_shortened for kind in states),
+                        "Admissions whose hit ended before their cached blocks, for want of a snapshot.")]
         if self.llm.drafting:
             counts = zip(("drafts", "draft_tokens", "accepted_tokens"), astuple(self.llm.drafting.metrics))
             values += [(f"spec_decode_num_{name}_total", count, f"Speculative decoding: {name}.")
