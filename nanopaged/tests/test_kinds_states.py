@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 
 import nanopaged.features.kinds.states as states_module
-from engine import Status, cdiv
+from engine import PrefixHit, Status, cdiv
 from nanopaged.api.core import sequence_class
 from nanopaged.features.grammar import GrammarSequence
 from nanopaged.features.kinds.recurrent import StatesScheduler
 from nanopaged.features.kinds.states import NONE, States
-from nanopaged.features.samples import Samples, SampleSequence
+from nanopaged.features.samples import Samples, SampleSequence, fork
 from nanopaged.tests.fake_model import ARRIVALS, sequence
 from nanopaged.tests.helpers import as_rows, check_books
 from nanopaged.tests.test_kinds import KindsFake, kinds, samples
@@ -334,6 +334,15 @@ def test_what_is_counted():
 def test_a_text_that_waits_for_its_turn_with_a_state_of_a_failed_step_starts_over():
     """Samples fork when a step is read, and the next one is launched by then. They may find what that one writes, and
     its failure may be seen before they are served."""
-    rng, events = random.Random(1067), Counter()
-    for _ in range(4):
-        random_operations(250, rng, events)
+    model = fake(lookahead=1)
+    first, child = sequence(range(20), 5), sequence(range(20), 5)
+    model.scheduler.add(first)
+    model.step()
+    assert fork(model.scheduler, first, child, PrefixHit([], 0, 0, 0)) and child.num_found_tokens == 16
+    step, _ = model.engine.launched.popleft()
+    model.unread.clear()
+    model.scheduler.undo(step)
+    model.states.clear()
+    assert child.status is first.status is Status.WAITING
+    run(model)
+    assert len(child.token_ids) == len(first.token_ids) == 25
