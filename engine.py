@@ -85,7 +85,7 @@ class Sequence:
     stop_reason: int | str | None = None  # the stop token or stop string that ended it, or what went wrong
     num_prompt_tokens: int = 0
     num_cached_tokens: int | None = None  # prompt tokens found at its first admission, for the caller; None: none yet
-    # For the scheduler:
+    # The scheduler's; the BlockManager sets num_computed_tokens at admission, and when it frees:
     num_pending_tokens: int = 0  # tokens that scheduled steps sample, not known yet
     num_computed_tokens: int = 0  # whose K and V are in the KV cache (while SWAPPED: on the host) after these steps
     # For the BlockManager, which alone changes these. The runner reads the first two:
@@ -94,7 +94,7 @@ class Sequence:
     num_keyed_blocks: int = 0  # leading blocks that were looked up in the prefix cache, or offered to it
     prefix_key: int | str = ROOT  # stands for the tokens in those blocks
     root: int | str = ROOT  # the key of no tokens; with a cache_salt another one, which requests with that salt share
-    # For the runner:
+    # The runner's; the BlockManager lowers num_sent_blocks:
     row: int = -1  # its batch row in the runner's tensors while it runs
     num_sent_blocks: int = -1  # leading entries of its block table that the runner has; -1: the sequence is new there
     finds_prefix: ClassVar[bool] = True  # False: the logits of all prompt tokens are wanted (logprobs.py)
@@ -224,8 +224,8 @@ class BlockManager:
     # ---- while a sequence runs
 
     def allocate(self, seq: Sequence, end: int) -> bool:
-        """Extend the block table to cover the text's first `end` tokens, and give it a block of its own to write in
-        first (later ones are new). False, and nothing done, if too few blocks are free."""
+        """Extend the block table to cover the text's first `end` tokens. If the first block to be written is an old one
+        that others hold, a copy replaces it. False, and nothing done, if too few blocks are free."""
         table, size = seq.block_table, self.block_size
         start = max(seq.num_computed_tokens, seq.num_found_tokens)  # of the tokens to write: found ones have K and V
         index = start // size
@@ -240,7 +240,7 @@ class BlockManager:
             table += [self._pop_free_block() for _ in range(num_new)]
         return True
 
-    extend = allocate  # without giving blocks back, which an `allocate` with windows does; for drafts
+    extend = allocate  # for drafts: this very function, also where a subclass's `allocate` gives blocks back first
 
     def _make_own(self, seq: Sequence, index: int) -> None:
         """Let nobody else read what the sequence will write into this block of its table."""
@@ -250,7 +250,7 @@ class BlockManager:
             self.step.copies.append((block, copy))
             self._decref(block)
             seq.num_sent_blocks = min(seq.num_sent_blocks, index)  # the runner is sent the table from here on again
-        else:  # others might find it
+        else:  # alone; but a sample that has gone may have offered it with other tokens (drawn above)
             self.evict(block)
 
     def cache_full_blocks(self, seq: Sequence) -> None:
@@ -262,14 +262,14 @@ class BlockManager:
         size, num_known = self.block_size, min(seq.num_computed_tokens, len(seq.token_ids))
         for index in range(seq.num_keyed_blocks, num_known // size):
             key = (seq.prefix_key, tuple(seq.token_ids[index * size:(index + 1) * size]))
-            if key not in self.prefix_cache:  # else it finds this block or another one with the same tokens
+            if key not in self.prefix_cache:  # else a block has these tokens: if it is another one, only that is found
                 self._offer(seq.block_table[index], key)
             seq.prefix_key = self.prefix_cache[key][1]
             seq.num_keyed_blocks = index + 1
 
     def _offer(self, block: int, key: tuple) -> None:
         """Let the prefix cache find the block by this key. A block has one key at most."""
-        self.evict(block)  # a block that samples share may have a key that nothing finds any more (samples.py)
+        self.evict(block)  # of samples: its old key begins with one that was evicted, so nothing finds it (samples.py)
         self.prefix_cache[key], self.key_of_block[block] = (block, next(self.prefix_keys)), key
         self.step.cached.append(block)
 
@@ -376,7 +376,7 @@ class Scheduler:
 
     Every accepted sequence can run alone: LLM refuses a prompt that fills the pool, and limits max_len to the pool's
     tokens. So the first sequence in the order always fits, at the latest after all others are preempted. With equal
-    priorities each sequence is the first in the end.
+    priorities each sequence is the first in the end. A steady stream of urgent texts may keep others waiting for ever.
 
     A and B decode, and C comes with a prompt of 32 tokens: `num_tokens` is [1, 1, 32], all three sample, and the next
     step is [1, 1, 1]. With max_num_batched_tokens 16, C's prompt is cut into chunks instead: [1, 1, 14], [1, 1, 14],
@@ -496,7 +496,8 @@ class Scheduler:
                 self.add(seq)
 
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
-        """End a sequence wherever it is: "stop" by a stop string, "abort", "error". Its blocks are released."""
+        """End a sequence wherever it is: "stop" by a stop string, "abort", "error". Its blocks are released. A launched
+        step may still sample for it, and `update` skips that token."""
         if seq.status is not Status.FINISHED:
             self.release(seq)
         seq.finish(reason, stop_reason)

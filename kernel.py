@@ -500,7 +500,8 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
         oldest = tl.maximum(first_position - WINDOW + 1, 0)
     if ONE_SPLIT:
         split_len = split_length(seq_len, TILE_N)
-        if (oldest // split_len + tl.program_id(1)) * split_len >= end:  # the context has fewer splits
+        # The context may have fewer splits. Without a tile the store at the end would write elsewhere.
+        if (oldest // split_len + tl.program_id(1)) * split_len >= end:
             return
     table = block_tables + seq.to(tl.int64) * table_seq
     k, v = k_cache + kv_head.to(tl.int64) * KC_HEAD, v_cache + kv_head.to(tl.int64) * VC_HEAD
@@ -709,14 +710,14 @@ def decode_splits(sums, q, keys, split_acc, split_sums, at, num_columns, scale, 
         slots = _slots_of(block, tile, sizes)
         block = _block_of(keys, tile + sizes.TILE_N, sizes)
         sums = _decode_tile(sums, q, keys, slots, tile, end, scale, sizes)
-        if not ONE_SPLIT:
+        if not ONE_SPLIT:  # which has no end inside the loop, and stores behind it
             ends = tile + sizes.TILE_N >= tl.minimum((split + 1) * split_len, end)
             if ONE_PROGRAM:
                 total = _where(ends, _merge(total, sums), total)
             else:
                 complete = column < tl.where(ends, num_columns, 0)
                 _store_sums(split_acc, split_sums, at + split, sums, complete, dim, sizes.HEAD_DIM)
-            sums = _where(ends, Sums(0.0, -float("inf"), 0.0), sums)
+            sums = _where(ends, Sums(0.0, -float("inf"), 0.0), sums)  # the next split begins with nothing
             split += ends.to(tl.int32)
     if ONE_SPLIT:
         _store_sums(split_acc, split_sums, at + split, sums, column < num_columns, dim, sizes.HEAD_DIM)

@@ -65,7 +65,7 @@ class Batch:
     query_start_loc: Tensor  # [num_seqs + 1] int32
     logits_indices: Tensor | None  # tokens whose logits are read, first the last one of each sequence that samples;
     # None: all tokens
-    sampling_places: Tensor | None  # the sequences that sample, indices into seq_lens; None: not given
+    sampling_places: Tensor | None  # the sequences that sample, indices into seq_lens; None: not known
     metadata: "AttentionMetadata"
 
 
@@ -153,7 +153,7 @@ class Transformer(nn.Module):
             x = x * torch.tensor(c.embedding_multiplier, dtype=x.dtype)  # rounded to x's type, as in Gemma's training
         if c.learned_positions:
             x = x + self.embed_positions(batch.positions + c.position_offset)
-        ropes = [*(table.index_select(0, batch.positions) for table in self.rope_tables), None]  # None at -1
+        ropes = [*(table.index_select(0, batch.positions) for table in self.rope_tables), None]  # [-1]
         return x, [ropes[i] for i in c.layer_ropes or [0] * c.num_layers]
 
 

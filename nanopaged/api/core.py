@@ -218,9 +218,9 @@ class Core:
             self._take_updates()
 
     def _take_updates(self) -> None:
-        """Tell the requests what the engine has read: often one step, none with a lookahead, or several, after Ctrl-C
-        or an error. A sequence that the last one has ended is finished in all of them, and its request forgets it. So
-        all log probabilities are told first."""
+        """Tell the requests what the engine has read: as a rule one step; with a lookahead none after the first launch;
+        several after Ctrl-C or an error. A sequence that ends in the last of these is marked finished already, and
+        `take` forgets it. So all log probabilities are told first."""
         updates = [*self.engine.updates]
         self.engine.updates.clear()
         for step, sampled, appended in updates:

@@ -22,8 +22,8 @@ of them in nanopaged/features, replace plain ones. `enforce_eager` keeps the pla
     attention in torch *      one call for each query length (rectangles.py)      attention in torch
     Runner                    one that computes a part of the model               tensor_parallel_size (parallel.py)
     StepInput, Scheduler      ones with drafts (drafts.py)                        speculative_config
-    Pool, BlockManager        ones with a host pool and a window (swapping.py)    swap_space; a model with a window
-    Pool, Rows, BlockManager  ones for groups of layers (kinds)                   windows or states in some layers
+    Pool, BlockManager        ones with a host pool, a window (swapping.py)       swap_space; a window in all layers
+    Pool, Rows, BlockManager  ones for layers of several kinds (kinds)            windows or states in some layers
     one scheduler and engine  one of each for each GPU (router.py)                data_parallel_size
 
 The pool (pool.py) has the blocks that fit into 90% of the card, less what is in use and the peak of a trial step (twice
@@ -137,7 +137,7 @@ class Runner:
 
     @cached_property
     def tokens_per_tile(self) -> int:
-        """Query tokens of a prefill tile. Hopper's kernel may fail to compile, so nothing reads it before it has."""
+        """Query tokens of a prefill tile. The first read compiles Hopper's kernel, so it comes after the warm-up's."""
         c = self.config
         return self.kernels.tokens_per_tile(c.num_heads // c.num_kv_heads, c.head_dim, self.block_size, self.dtype,
                                             self.kv_dtype, self.device)

@@ -1,9 +1,9 @@
 """Logits to tokens.
 
-A token is drawn as argmax(logits / temperature + noise). The noise is a hash of (seed, position, token id). The noise
-does not depend on a generator's state, so from the same logits a request draws the same tokens alone or in any batch,
-before and after a preemption. The order: the steps of features (penalties, biases, grammars) change the logits; the
-temperature divides them; min_p and top_k, then top_p, drop tokens (logits.py); the noise decides.
+A token is drawn as argmax(logits / temperature + noise). The noise is computed from a hash of (seed, position, token
+id). It does not depend on a generator's state, so from the same logits a request draws the same tokens alone or in any
+batch, before and after a preemption. The order: the steps of features (penalties, biases, grammars) change the logits;
+the temperature divides them; min_p and top_k, then top_p, drop tokens (logits.py); the noise decides.
 """
 import struct
 from collections.abc import Callable, Iterable
@@ -72,7 +72,7 @@ def sample(logits: Tensor, settings: Tensor, positions: Tensor, needs: SamplingN
 
 def pick(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
     """Draw from softmax(logits / temperature); a greedy sequence takes its best token. logits [R, vocab_size], others
-    [R] -> [R]. Noise of this distribution makes token i the largest with exactly its probability (Gumbel-max trick)."""
+    [R] -> [R]. With Gumbel noise token i has the largest score with exactly its probability (Gumbel-max trick)."""
     is_greedy = (temperature < SMALLEST_TEMPERATURE)[:, None]
     noise = gumbel(seed, position, logits.shape[1])
     scores = torch.where(is_greedy, logits.float(), logits.float() / temperature[:, None] + noise)

@@ -9,8 +9,9 @@ Part = tuple[engine.Sequence, int, int]  # (sequence, number of new tokens, toke
 
 @dataclass(slots=True)
 class StepInput:
-    """A step as lists of integers: the new tokens of all sequences in one flat batch. T tokens, N **places**: a
-    place is an index in the batch. A sequence has one; with drafts it has one for each of its tokens.
+    """A step as lists of integers: the new tokens of all sequences in one flat batch. T tokens, N **places**: a place
+    is an index into the lists [N], of a sequence's new tokens. A sequence has one; with drafts it has one for each of
+    its tokens.
 
     Sequences with one new token come first, the longest context at the front: Triton's attention has one launch for
     these and one for the others, and the longest context should not run alone at the end. With block_size 4, A (table

@@ -164,8 +164,9 @@ def has_same_bits(tile_n: int, dtype: torch.dtype, cache_dtype: torch.dtype, dev
 
 
 def pick(runner: Any, disable: bool | None) -> Cascade | None:
-    """Finds the blocks that decode reads once for several sequences. disable: None: where a text would get other bits;
-    False: also there, if its tiles fit. None is returned, too, if attention is torch's or all layers have a window."""
+    """Finds the blocks that decode reads once for several sequences. disable: True: never; None: only where texts
+    keep their bits; False: also where they do not, if its tiles fit. Returns None, too, if attention is torch's or all
+    layers have a window."""
     config, dtype, kv_dtype, device = runner.config, runner.dtype, runner.kv_dtype, runner.device
     group = config.num_heads // config.num_kv_heads
     tile_n = tiles.decode_config(1, 2, group, config.head_dim, dtype, kv_dtype, device)["TILE_N"]

@@ -1,6 +1,6 @@
 """The device's side of recurrent states: their slots, the batch rows, and what a layer reads of a batch.
 
-Layers with attention have one group and one pool, as in chapter 2. Each other layer has its states in place of K and V:
+Layers with attention have one group and one pool, as in chapter 3. Each other layer has its states in place of K and V:
 tensors of float32, [slots, ..], such as the last inputs of a convolution. Slot 0 takes what nobody reads, and slot 1 is
 the state before all tokens, which is zero. Behind them come the slots of `states.py`.
 
