@@ -608,6 +608,19 @@ def served(llm: LLM, requests: list[Request]) -> list[Times]:
     return times
 
 
+def windows(limits: Card, quick: bool) -> None:
+    """Gemma 3 4B's shape, whose layers are of two kinds (nanopaged/features/kinds)."""
+    shape = dict(
+        architectures=["Gemma3ForCausalLM"], model_type="gemma3_text", vocab_size=262208, hidden_size=2560,
+        num_hidden_layers=34, num_attention_heads=8, num_key_value_heads=4, head_dim=256, intermediate_size=10240,
+        sliding_window=1024, sliding_window_pattern=6, query_pre_attn_scalar=256, max_position_embeddings=131072,
+        torch_dtype="bfloat16")
+    llm = random_llm(shape, max_model_len=9000)
+    for batch in (1, 64):
+        row(f"Gemma 3 4B decode, batch {batch}, context 512", decode_ms(llm, batch, 512, 50), "ms/step")
+    row("Gemma 3 4B workload 256", generate_rate(llm, *workload_256()), "tokens/s", note=RECORDED)
+
+
 def latency(limits: Card, quick: bool) -> None:
     """Time to first token of a single prompt. Then 64 sequences decode while prompts of 4,000 tokens arrive: the gaps
     between the sequences' tokens."""
@@ -845,8 +858,8 @@ def machine() -> str:
 
 
 ANYWHERE: list[Callable[..., None]] = [scheduler, fragmentation, batching, server]
-ON_CUDA: list[Callable[..., None]] = [start, attention, paging, decode, throughput, shared, latency, large, experts,
-                                      gpt_oss, structured, drafts, simulate, data_parallel, tensor_parallel,
+ON_CUDA: list[Callable[..., None]] = [start, attention, paging, decode, throughput, shared, latency, large, windows,
+                                      experts, gpt_oss, structured, drafts, simulate, data_parallel, tensor_parallel,
                                       parallel_sizes]
 QUICK = {"scheduler", "fragmentation", "batching", "server", "attention", "decode"}
 

@@ -485,8 +485,7 @@ class Scheduler:
         return appended
 
     def undo(self, step: SchedulerOutput) -> None:
-        """Take back a step that is not computed. Its sequences, and those that it preempted, lose their blocks and
-        start over."""
+        """Take back a step that is not computed. Its sequences and those that it preempted start over."""
         self.block_manager.take_back(step)
         for seq, position in zip(step.sampled, step.positions):
             seq.num_pending_tokens -= seq.is_pending(position)

@@ -23,7 +23,7 @@ of them in nanopaged/features, replace plain ones. `enforce_eager` keeps the pla
     Runner                    one that computes a part of the model               tensor_parallel_size (parallel.py)
     StepInput, Scheduler      ones with drafts (drafts.py)                        speculative_config
     Pool, BlockManager        ones with a host pool and a window (swapping.py)    swap_space; a model with a window
-    Pool, Rows, BlockManager  ones for groups of layers (kinds)                   windows in some layers
+    Pool, Rows, BlockManager  ones for groups of layers (kinds)                   windows or states in some layers
     one scheduler and engine  one of each for each GPU (router.py)                data_parallel_size
 
 The pool (pool.py) has the blocks that fit into 90% of the card, less what is in use and the peak of a trial step (twice

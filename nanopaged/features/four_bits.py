@@ -26,6 +26,7 @@ from nanopaged.optional_triton import jit, tl
 
 GROUP = 32  # weights that have one scale
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+LEAST_CAPABILITY = {torch.bfloat16: (8, 0), torch.float16: (8, 9)}  # of a GPU for which tl.dot_scaled compiles
 
 
 def read_form(architecture: Any) -> str:
@@ -42,13 +43,13 @@ def with_four_bits(options: Any, config: model.ModelConfig, modules: model.Modul
     if options.quantization:
         raise ValueError(f"quantization {options.quantization!r} does not go with a checkpoint in MXFP4; leave it out")
     dtype, c, e = pick_dtype(options.dtype, config.torch_dtype, device), config, config.experts
-    is_fused = modules.norm is not model.PLAIN.norm
-    if is_fused and dtype.itemsize == 2 and torch.cuda.get_device_capability(device) >= (8, 0):
+    least = LEAST_CAPABILITY.get(dtype)
+    if least and modules.norm is not model.PLAIN.norm and torch.cuda.get_device_capability(device) >= least:
         return modules._replace(mlp=FourBitMLP)
     size = c.num_layers * e["count"] * 3 * c.hidden_size * e["size"] / 2**30
     print(f"experts in MXFP4 are converted to {str(dtype).removeprefix('torch.')}: {size * dtype.itemsize:.1f} GiB "
-          f"instead of {size * 17 / 32:.1f} (they keep 4 bits on a GPU of compute capability 8.0 or more, in 16-bit "
-          "types, without enforce_eager)", file=sys.stderr)
+          f"instead of {size * 17 / 32:.1f} (they keep 4 bits in bfloat16 on a GPU of compute capability 8.0 or more, "
+          "without enforce_eager)", file=sys.stderr)
     return modules
 
 

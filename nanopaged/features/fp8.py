@@ -31,7 +31,7 @@ from nanopaged.weights.checkpoint import read_tensors
 ALIGNMENT = 16  # of the sizes of 8-bit products, in numbers
 LARGEST, SMALLEST = 448, 1e-30  # of FP8's numbers; a row's largest number counts at least so much, for rows of zeros
 # Of the decoder: a vision tower has layers, too. A router of experts, which is small, keeps its type.
-IN_A_LAYER = re.compile(rf"{PREFIXES}layers\.\d+\.(?!.*\.(gate|router\.layer)\.).*\.weight$")
+IN_A_LAYER = re.compile(rf"{PREFIXES}layers\.\d+\.(?!.*\.(gate|router(\.layer)?)\.).*\.weight$")
 BLOCK = [128, 128]  # rows and columns that share a scale, in all published checkpoints that have blocks
 FORMATS = ("fp8", None), ("compressed-tensors", "float-quantized"), ("compressed-tensors", "naive-quantized")
 

@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 
 import kernel
 from nanopaged import tiles
-from nanopaged.features import cascade, fused, fused_experts, pick
+from nanopaged.features import cascade, four_bits, fused, fused_experts, pick
 from nanopaged.features import hopper as hopper_file
 from nanopaged.features.fp8 import quantize_rows_kernel
 from nanopaged.features.kinds.slots import group_slots_kernel
@@ -149,7 +149,8 @@ def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
         yield partial(compile_kernel, quantize_rows_kernel, sizes, dtype, capability, 16, out="*fp8e4nv",
                       scale="*fp32")
     routed = dict(counts="*i32", pairs="*i32", scores="*fp32")
-    for act, num_tokens in itertools.product(("swigluoai", ""), (1, 64, 8192)) if dtype is not torch.float32 else ():
+    keeps = (capability // 10, capability % 10) >= four_bits.LEAST_CAPABILITY.get(dtype, (99, 0))
+    for act, num_tokens in itertools.product(("swigluoai", ""), (1, 64, 8192)) if keeps else ():
         yield partial(experts, capability, dtype, act, num_tokens, torch.uint8, routed | dict(bias=f"*{TYPES[dtype]}"))
     route = dict(EXPERTS=40, PADDED=64, TOP_K=6, CHOICES=8, NORMALIZED=True, COUNT=4)
     yield partial(compile_kernel, fused_experts.route_kernel, route, dtype, capability, 1, **routed)

@@ -31,8 +31,9 @@ GOLDEN = ROOT / "nanopaged" / "golden"
 BUNDLED = ROOT / "nanopaged" / "shakespeare"
 MIXTURES = ["gpt-oss", "gpt-oss-mxfp4", "granite-moe", "granite-moe-shared", "mixtral", "mixtral-stacked", "olmoe",
             "qwen3-moe", "qwen3-vl-moe"]  # of experts, among the goldens
+WITH_STATES = ["granite4-h", "lfm2"]  # recurrent states (features/kinds)
 OF_FEATURES = ["arcee", "cwm", "ernie4.5", "exaone4", "granite4", "ministral3", "seed-oss",  # more_families.py
-               "granite4-h", "lfm2"]  # with recurrent states (features/kinds)
+               *WITH_STATES]
 ALL_VARIANTS = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
 NULL = -1  # in a block table: a block that left the sliding window
 needs_kernel = pytest.mark.skipif(

@@ -1,10 +1,23 @@
 """gpt-oss: its config.json, and texts however the work is cut. (Tests of attention have cases with sinks, and tests of
 logits, texts, drafts, kinds and cascades go over all golden checkpoints.)"""
+import json
+
 import pytest
 import torch
 
-from nanopaged import SamplingParams
-from nanopaged.tests.helpers import assert_golden, complaint, expectations, load, tokens_of
+from nanopaged import LLM, SamplingParams
+from nanopaged.tests.helpers import (
+    DEVICE,
+    GOLDEN,
+    PROMPT,
+    assert_golden,
+    complaint,
+    expectations,
+    load,
+    prompt_logits,
+    relative_error,
+    tokens_of,
+)
 from nanopaged.weights.families import read_model_config
 
 
@@ -29,3 +42,16 @@ def test_chunks_windows_prefix_hits_and_samples(variant, options):
     pair = llm.generate(prompt, SamplingParams(n=2, seed=3, max_tokens=8, ignore_eos=True))[0].outputs
     alone = [llm.generate(prompt, SamplingParams(seed=seed, max_tokens=8, ignore_eos=True)) for seed in (3, 4)]
     assert [one.token_ids for one in pair] == [tokens_of(outputs)[0] for outputs in alone]
+
+
+def test_experts_in_8_bits(tmp_path, keeps):
+    """All matrices but the routers; biases and sinks stay, too."""
+    config = json.loads((GOLDEN / "gpt-oss" / "config.json").read_text()) | dict(hidden_size=64, intermediate_size=48)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = dict(load_format="dummy", dtype="float32", device=DEVICE, num_blocks=64, enforce_eager=True)
+    plain, cut = LLM(str(tmp_path), **options), LLM(str(tmp_path), quantization="fp8", **options)
+    parameters = dict(cut.runner.model.named_parameters())
+    assert {name for name, one in parameters.items() if one.itemsize == 1} == {
+        name for name, one in plain.runner.model.named_parameters() if name.startswith("layers.") and one.dim() == 2
+        and "router" not in name}
+    assert relative_error(prompt_logits(cut, PROMPT), prompt_logits(plain, PROMPT)) < 0.1

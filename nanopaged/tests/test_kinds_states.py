@@ -7,11 +7,12 @@ from types import SimpleNamespace
 import pytest
 
 import nanopaged.features.kinds.states as states_module
-from engine import Scheduler, Status, cdiv
+from engine import PrefixHit, Status, cdiv
 from nanopaged.api.core import sequence_class
 from nanopaged.features.grammar import GrammarSequence
+from nanopaged.features.kinds.recurrent import StatesScheduler
 from nanopaged.features.kinds.states import NONE, States
-from nanopaged.features.samples import Samples, SampleSequence
+from nanopaged.features.samples import Samples, SampleSequence, fork
 from nanopaged.tests.fake_model import ARRIVALS, sequence
 from nanopaged.tests.helpers import as_rows, check_books
 from nanopaged.tests.test_kinds import KindsFake, kinds, samples
@@ -86,7 +87,7 @@ def fake(num_blocks=200, block_size=4, num_texts=8, num_slots=40, windows=(), un
          lookahead=0):
     manager = kinds(num_blocks, block_size, windows, most_tokens, caching)
     manager.kinds["states"] = States(manager, num_texts, num_slots, unit)
-    return StatesFake(Scheduler(manager, num_texts, most_tokens), lookahead)
+    return StatesFake(StatesScheduler(manager, num_texts, most_tokens), lookahead)
 
 
 def run(model, *seqs):
@@ -327,4 +328,21 @@ def test_what_is_counted():
     model = fake(block_size=16, num_slots=100)
     for i in range(3):
         tokens(model, [*range(80), *[i] * 20])
-    assert (model.kind.num_shortened, model.kind.num_kept) == (1, 4)  # the second text; the ends of 3 prompts, and where they part
+    assert (model.kind.num_shortened, model.kind.num_kept) == (1, 4)  # where prompts part is one of the 4
+
+
+def test_a_text_that_waits_for_its_turn_with_a_state_of_a_failed_step_starts_over():
+    """Samples fork when a step is read, and the next one is launched by then. They may find what that one writes, and
+    its failure may be seen before they are served."""
+    model = fake(lookahead=1)
+    first, child = sequence(range(20), 5), sequence(range(20), 5)
+    model.scheduler.add(first)
+    model.step()
+    assert fork(model.scheduler, first, child, PrefixHit([], 0, 0, 0)) and child.num_found_tokens == 16
+    step, _ = model.engine.launched.popleft()
+    model.unread.clear()
+    model.scheduler.undo(step)
+    model.states.clear()
+    assert child.status is first.status is Status.WAITING
+    run(model)
+    assert len(child.token_ids) == len(first.token_ids) == 25

@@ -771,7 +771,8 @@ def test_another_address_without_a_key_gets_a_warning(monkeypatch, capsys, host,
 
 
 @pytest.mark.parametrize("options, tool_parser, reasoning_parser", [
-    ([], "mistral", None), (["--tool-call-parser", "hermes", "--reasoning-parser", "qwen3"], "hermes", "qwen3")])
+    ([], "mistral", None), (["--tool-call-parser", "hermes", "--reasoning-parser", "qwen3"], "hermes", "qwen3"),
+    (["--reasoning-parser", "openai"], "openai", "openai")])
 def test_the_parsers_are_given_or_found_in_the_chat_template(monkeypatch, tmp_path, options, tool_parser,
                                                              reasoning_parser):
     seen: list = []

@@ -411,6 +411,23 @@ def test_thoughts_have_a_field_of_their_own(llm):
     assert read(serving, CHAT).response([output])["choices"][0]["message"] == {"role": "assistant", "content": "x"}
 
 
+def test_channels_are_read_in_every_chat(llm):
+    """Their marks are special tokens."""
+    serving = serving_of(llm, tool_parser="openai", reasoning_parser="openai")
+    call, [output] = complete(serving, CHAT, max_tokens=3)
+    assert call.params.skip_special_tokens is False and read(serving).params.skip_special_tokens is True
+    head = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    output.outputs[0].text = f"{head}<|channel|>final<|message|>Hi.<|return|>"
+    message = dict(role="assistant", content="Hi.", reasoning_content="Hm.")
+    assert call.response([output])["choices"][0]["message"] == message
+    assert message_of(parse(call.events(0, output)))[0] == message
+    output.outputs[0].text = head + ' to=functions.now<|channel|>commentary json<|message|>{"zone": 1}<|call|>'
+    output.outputs[0].finish_reason = "stop"
+    [choice] = call.response([output])["choices"]
+    [called] = choice["message"]["tool_calls"]
+    assert called["function"] == {"name": "now", "arguments": '{"zone": 1}'} and choice["finish_reason"] == "tool_calls"
+
+
 @needs_grammar
 @pytest.mark.parametrize("opening, bias", [("<think>\n", {"</think>": 8}), ("", {"<think>": 20, "</think>": 26}),
                                            ("", {"<think>": -99}), ("<think>\n\n</think>\n\n", {"<think>": 99})])

@@ -1,16 +1,22 @@
 """The device's side of layers of several kinds: groups, the pool, the batch rows, and what a layer reads of a batch.
 
-**A block's bytes.** The pool is one array of blocks, and each group reads it as K and V of its own layers. Gemma 3 4B
-has 5 layers in a block, with the K and V of block_size tokens each:
+**A block's pieces.** All groups share the blocks of one pool, and each group reads them as K and V of its own layers.
+Gemma 3 4B has 5 layers in a block. A **piece** is the K, or V, of block_size tokens in one layer. With heads of one
+size the pool is an array [piece, block], so that each layer's cache is contiguous, as in other models:
+
+    piece 0     K of a group's first layer     block 0, block 1, ..
+    piece 1     V of that layer                block 0, block 1, ..
+    piece 2     K of its second layer          block 0, block 1, ..
+
+Where heads have several sizes the pool is an array of blocks, which groups cut into pieces of different sizes:
 
     block 0                             block 1                             block 2
     | K V | K V | K V | K V | K V |     | K V | K V | K V | K V | K V |     | K V | ..
       0 1   2 3   4 5   6 7   8 9         10 11  ..                           20 ..        pieces
 
-A piece is the K, or V, of one layer. The K of the group's second layer is piece 2 of each block. So this layer's K
-cache is the pool from piece 2 on, as if each piece were a block of chapter 1, and the layer's K of block b is its entry
-10 * b. The tables on the device have these numbers in place of block ids, and attention reads the cache as in chapter
-1: contiguous blocks, one after another. Layers with other heads cut the same bytes into pieces of another size.
+The K of the group's second layer is piece 2 of each block. So this layer's K cache is the pool from piece 2 on, as if
+each piece were a block of chapter 1, and the layer's K of block b is its entry 10 * b. The tables on the device have
+these numbers in place of block ids.
 
 **A step** has one table for each group and sequence, side by side in the sequence's batch row, and one launch computes
 the slots of its tokens in all groups. The sizes do not change, so a step can be recorded.
@@ -125,8 +131,9 @@ class Layout:
         token_bytes = block_size * dtype.itemsize
         self.block_bytes = engine.cdiv(max(sizes), unit) * unit * token_bytes
         self.num_pieces = [self.block_bytes // (self.heads[layer].size * token_bytes) for layer in self.first_layers]
-        # With heads of one size the pieces of a layer lie side by side, as in the pool of other models: on an H100
-        # attention of 64 texts reads them faster than pieces that are spread over all of the memory.
+        # With heads of one size the pieces of a layer lie side by side, as in the pool of other models. A decode step
+        # of 64 texts with Gemma 3 4B's shape (bench.py, `windows`) took 5.68 ms then on an H100, and 6.02 ms with
+        # pieces block after block.
         self.is_uniform = len(set(self.heads)) == 1
         self.strides = [1] * self.num_groups if self.is_uniform else self.num_pieces
         self.model_bytes = sum(sizes) * token_bytes  # of block_size tokens in every layer

@@ -288,7 +288,7 @@ class StatesScheduler(engine.Scheduler):
     def __init__(self, manager: Any, max_num_seqs: int, max_num_batched_tokens: int):
         kind = manager.kinds[STATES]
         super().__init__(manager, min(max_num_seqs, kind.num_texts), max_num_batched_tokens)
-        self.chunk = kind.chunk
+        self.kind, self.chunk = kind, kind.chunk
 
     def _serve(self, seq: engine.Sequence, step: engine.SchedulerOutput) -> bool:
         """With less budget than new tokens, serve up to a multiple of `chunk`; not at all, if there is none, unless
@@ -303,3 +303,12 @@ class StatesScheduler(engine.Scheduler):
         is_served = super()._serve(seq, step)
         step.budget += kept_back
         return is_served
+
+    def undo(self, step: engine.SchedulerOutput) -> None:
+        """A text that was to go on from what this step has written, and was not served since, starts over, too."""
+        slots, blocks = {*self.kind.offered.get(step, ())}, {*step.cached}
+        super().undo(step)
+        for seq in [seq for seq in self.running if seq.parts[STATES].source in slots or blocks & {*seq.block_table}]:
+            self.release(seq)
+            seq.status = engine.Status.WAITING
+            self.add(seq)

@@ -39,8 +39,8 @@ may be pending. The snapshot then waits for the block's key (StatePart.waiting),
 its place: a snapshot is kept if a slot is free that no text has yet to get. Without snapshots texts start over.
 
 **A failed step** may have advanced live states. Its texts start over, and what it was to keep is forgotten. Other
-snapshots are intact. A slot that a step reads stays held until the next step begins (`read`), so that no other text of
-that step writes there.
+snapshots are intact. A forked text may have found one of that step, too, and starts over (recurrent.py). A slot that a
+step reads stays held until the next step begins (`read`), so that no other text of that step writes there.
 """
 import math
 from dataclasses import dataclass, field
