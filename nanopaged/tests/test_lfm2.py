@@ -76,10 +76,10 @@ def test_mixed_requests_get_the_same_texts(options):
 
 @pytest.mark.parametrize("options", SHORTAGES)
 def test_recorded_steps(monkeypatch, options):
-    """With pretended graphs, as in test_graphs.py."""
+    """As in test_graphs.py: on a GPU real ones, else pretended ones."""
     monkeypatch.setattr(graphs, "TOKEN_SIZES", [16, 32])
     monkeypatch.setattr(graphs, "DECODE_SIZES", [1, 2])
-    llm = load("lfm2", device="cpu", **dict(max_num_seqs=8, max_num_batched_tokens=40) | options)
+    llm = load("lfm2", graphs=True, **dict(max_num_seqs=8, max_num_batched_tokens=40) | options)
     replayed = record_graphs(llm, monkeypatch)
     assert_golden(llm, "lfm2", times=2)
     assert_golden(llm, "lfm2")
@@ -88,11 +88,12 @@ def test_recorded_steps(monkeypatch, options):
 
 def test_forced_tokens_stay_one_place(monkeypatch):
     """A grammar forces tokens. In a recorded step these are a chunk, because a token's state follows the one before."""
+    pytest.importorskip("llguidance")
     params = SamplingParams(temperature=0.9, seed=1, max_tokens=40, structured_outputs=dict(
         regex=r"(I|We) am [a-z]{2,5}, and never was [0-9] years old"))
 
     def generate(record):
-        llm = load("lfm2", device="cpu", load_format="dummy", tokenizer=str(BUNDLED), max_num_seqs=4,
+        llm = load("lfm2", graphs=record, load_format="dummy", tokenizer=str(BUNDLED), max_num_seqs=4,
                    hf_overrides=dict(vocab_size=1024, eos_token_id=1023), max_num_batched_tokens=64)
         for name, parameter in llm.runner.model.named_parameters():
             if "norm" not in name:

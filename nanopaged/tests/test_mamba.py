@@ -36,7 +36,7 @@ def test_logits_of_transformers():
 def test_recorded_steps(monkeypatch, options):
     """Decode steps are. Chunks are launched kernel by kernel."""
     monkeypatch.setattr(graphs, "DECODE_SIZES", [1, 2])
-    llm = load("granite4-h", device="cpu", **dict(max_num_seqs=8, max_num_batched_tokens=40) | options)
+    llm = load("granite4-h", graphs=True, **dict(max_num_seqs=8, max_num_batched_tokens=40) | options)
     replayed = record_graphs(llm, monkeypatch)
     assert_golden(llm, "granite4-h", times=2)
     assert replayed and not any(shape.num_tiles for shape in replayed)
