@@ -69,7 +69,8 @@ def fake(tmp_path, monkeypatch):
     threading.Thread(target=server.serve_forever, args=(0.005,), daemon=True).start()
     for name, value in (("ENDPOINT", server.url), ("HF_HUB_CACHE", str(tmp_path / "hub")),
                         ("HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"),
-                        ("HF_TOKEN_PATH", str(tmp_path / "token")), ("HF_HUB_DISABLE_PROGRESS_BARS", True)):
+                        ("HF_TOKEN_PATH", str(tmp_path / "token")), ("HF_HUB_DISABLE_PROGRESS_BARS", True),
+                        ("HF_HUB_OFFLINE", False)):  # a test that ran before may have imported it as offline
         monkeypatch.setattr(constants, name, value)
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # before each further try
     yield server
