@@ -333,9 +333,10 @@ class BlockManager:
                 blocks.append(block)
         return PrefixHit(blocks, len(blocks) * size, prefix_key, len(blocks))
 
-    def fork(self, parent: Sequence, child: Sequence, hit: PrefixHit) -> None:
-        """Start a sequence with blocks that another one holds (samples.py, beam.py)."""
+    def fork(self, parent: Sequence, child: Sequence, hit: PrefixHit) -> bool:
+        """Start a sequence with blocks that another one holds (samples.py). False: the child must be queued."""
         self.start(child, hit)
+        return True
 
     # ---- single blocks
 

@@ -31,13 +31,15 @@ from nanopaged import engine
 
 
 def fork(scheduler: Any, parent: engine.Sequence, child: engine.Sequence, hit: engine.PrefixHit) -> bool:
-    """Let the child run with these blocks of the parent. False: the parent has no blocks, no batch row is free, or a
-    sequence that is earlier in the order waits for one."""
+    """Let the child run with these blocks of the parent, or queue it if it cannot share them (features/kinds). False:
+    the parent has no blocks, no batch row is free, or a sequence that is earlier in the order waits for one."""
     if (parent.status is not engine.Status.RUNNING or len(scheduler.running) >= scheduler.max_num_seqs
             or scheduler.waiting and scheduler.waiting[0].order < child.order):
         return False
-    scheduler.block_manager.fork(parent, child, hit)
-    scheduler.run(child)
+    if scheduler.block_manager.fork(parent, child, hit):
+        scheduler.run(child)
+    else:
+        scheduler.add(child)
     return True
 
 

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import pytest
 
 import nanopaged.features.kinds as kinds_module
-from engine import Sampled, Scheduler, Status, cdiv
+from engine import PrefixHit, Sampled, Scheduler, Status, cdiv
 from nanopaged.api.core import sequence_class
 from nanopaged.features.beam import BeamSearch
 from nanopaged.features.drafts import Drafter, Drafting, DraftingScheduler, DraftSequence
 from nanopaged.features.grammar import GrammarSequence
 from nanopaged.features.kinds import Kinds
 from nanopaged.features.kinds.windows import Group
-from nanopaged.features.samples import Samples, SampleSequence
+from nanopaged.features.samples import Samples, SampleSequence, fork
 from nanopaged.tests.fake_model import ARRIVALS, FakeModel, sequence
 from nanopaged.tests.helpers import NULL, as_rows, check_books
 from nanopaged.tests.test_random_operations import PARAMS, RandomGrammar, RandomGroup, RandomProposer
@@ -378,6 +378,27 @@ def test_samples_whose_prompt_has_left_the_window():
     seqs = samples(model, range(30), 3, 8)
     run(model, seqs[0])
     assert all(len(seq.token_ids) == 38 for seq in seqs)
+
+
+def test_a_late_sample_finds_nothing_that_a_failed_step_has_offered():
+    """Samples start when a step is read, and the next one is launched by then: here one that computes the prompt again.
+    A text that is earlier in the order takes the budget of the step after it, so the sample is in neither, and the two
+    fail."""
+    model = fake(windows=[3], lookahead=1, most_tokens=30)
+    before, first, child, other = (sequence(prompt, 30) for prompt in (range(50, 150), *[range(20)] * 3))
+    model.scheduler.add(first)
+    while len(first.token_ids) < 40:
+        model.step()
+    for block in [*model.scheduler.block_manager.key_of_block]:
+        model.scheduler.block_manager.evict(block)
+    model.scheduler.add(other)
+    model.step()
+    assert fork(model.scheduler, first, child, PrefixHit(first.block_table[:5], 20, first.root, 0))
+    model.scheduler.add(before)
+    model.step(read_fail=True)
+    assert model.events["undone"] == 2 and all(seq.status is Status.WAITING for seq in (before, first, child, other))
+    run(model)
+    assert {seq.finish_reason for seq in (before, first, child, other)} == {"length"}
 
 
 def test_nothing_is_asked_where_no_table_changes():

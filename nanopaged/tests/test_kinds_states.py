@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 
 import nanopaged.features.kinds.states as states_module
-from engine import PrefixHit, Status, cdiv
+from engine import Status, cdiv
 from nanopaged.api.core import sequence_class
 from nanopaged.features.grammar import GrammarSequence
 from nanopaged.features.kinds.recurrent import StatesScheduler
 from nanopaged.features.kinds.states import NONE, States
-from nanopaged.features.samples import Samples, SampleSequence, fork
+from nanopaged.features.samples import Samples, SampleSequence
 from nanopaged.tests.fake_model import ARRIVALS, sequence
 from nanopaged.tests.helpers import as_rows, check_books
 from nanopaged.tests.test_kinds import KindsFake, kinds, samples
@@ -244,7 +244,6 @@ def test_equal_prompts_of_one_step_share_blocks_and_no_state():
 
 
 def test_samples_start_at_the_snapshot_of_the_prompt():
-    """They fork between two steps, so a state of the last step is found already then."""
     for lookahead in (0, 1):
         model = fake(lookahead=lookahead)
         seqs = samples(model, range(23), 4, 6)
@@ -332,17 +331,16 @@ def test_what_is_counted():
 
 
 def test_a_text_that_waits_for_its_turn_with_a_state_of_a_failed_step_starts_over():
-    """Samples fork when a step is read, and the next one is launched by then. They may find what that one writes, and
-    its failure may be seen before they are served."""
-    model = fake(lookahead=1)
-    first, child = sequence(range(20), 5), sequence(range(20), 5)
-    model.scheduler.add(first)
+    """It was admitted, but the budget left less than a chunk for it: so it is in neither of the steps that fail."""
+    model = fake(unit=8, most_tokens=8, lookahead=1)
+    first, second = sequence(range(17), 5), sequence(range(40), 5)
+    for seq in (first, second):
+        model.scheduler.add(seq)
     model.step()
-    assert fork(model.scheduler, first, child, PrefixHit([], 0, 0, 0)) and child.num_found_tokens == 16
-    step, _ = model.engine.launched.popleft()
-    model.unread.clear()
-    model.scheduler.undo(step)
-    model.states.clear()
-    assert child.status is first.status is Status.WAITING
+    model.step()
+    assert second.status is Status.WAITING
+    model.step(read_fail=True)
+    assert model.events["undone"] == 2 and second.num_found_tokens == 16
+    assert first.status is second.status is Status.WAITING
     run(model)
-    assert len(child.token_ids) == len(first.token_ids) == 25
+    assert len(first.token_ids) == 22 and len(second.token_ids) == 45

@@ -47,7 +47,7 @@ preempted for a block that nobody takes. Admission adds up what all groups need 
 alone would let in too many. max_model_len is what fits beside the windows of all groups, so every text can run alone.
 
 **Samples, beams, drafts.** A fork shares the blocks of all groups. A sample that starts late, when its parent's window
-has moved on, starts as a new request with its prompt would. Drafts extend all tables and give nothing back, because the
+has moved on, is queued like a new request with its prompt. Drafts extend all tables and give nothing back, because the
 last token of their step still attends to the whole window.
 
 **Other kinds.** The index does not know what a kind of layer keeps. It asks each one to find, extend and give back, as
@@ -213,12 +213,13 @@ class Kinds(engine.BlockManager):
         for name, part in seq.parts.items():
             self.kinds[name].resume(part, keys)
 
-    def fork(self, parent: Any, child: Any, hit: engine.PrefixHit) -> None:
-        """Share what the parent holds. If some kind cannot, the child starts as a new request with this text would."""
+    def fork(self, parent: Any, child: Any, hit: engine.PrefixHit) -> bool:
+        """Share what the parent holds. False: some kind cannot."""
         if not all(kind.may_fork(parent.parts[name], child) for name, kind in self.kinds.items()):
-            return self.start(child, self.find_prefix(child))
+            return False
         super().start(child, hit)
         child.parts = Parts((name, kind.part(child, hit.num_tokens)) for name, kind in self.kinds.items())
         parent.parts.quiet_until = 0  # its last block is not its own any more
         for name, kind in self.kinds.items():
             kind.fork(parent.parts[name], child.parts[name], len(hit.blocks))
+        return True

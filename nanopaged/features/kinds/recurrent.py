@@ -305,7 +305,7 @@ class StatesScheduler(engine.Scheduler):
         return is_served
 
     def undo(self, step: engine.SchedulerOutput) -> None:
-        """A text that was to go on from what this step has written, and was not served since, starts over, too."""
+        """A text that was admitted to go on from what this step has written, but not served since, starts over, too."""
         slots, blocks = {*self.kind.offered.get(step, ())}, {*step.cached}
         super().undo(step)
         for seq in [seq for seq in self.running if seq.parts[STATES].source in slots or blocks & {*seq.block_table}]:

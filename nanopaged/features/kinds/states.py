@@ -32,8 +32,8 @@ A text leaves three snapshots at most:
 
 **When a snapshot can be found.** K and V of a block can be read in the step that computes them, because each layer
 writes before it reads. A state cannot: a layer has it only when it has gone through the tokens. So a snapshot gets its
-key when the next step begins, or when a text forks between two steps (`publish`). With a lookahead a block's last token
-may be pending. The snapshot then waits for the block's key (StatePart.waiting), and is lost if the text ends first.
+key when the next step begins (`publish`). With a lookahead a block's last token may be pending. The snapshot then waits
+for the block's key (StatePart.waiting), and is lost if the text ends first.
 
 **Room.** Live slots come first. A text is admitted if it gets one, and nothing else here makes a text wait, or takes
 its place: a snapshot is kept if a slot is free that no text has yet to get. Without snapshots texts start over.
@@ -139,9 +139,8 @@ class States(engine.BlockManager):
         part.live = self._pop_free_block()
 
     def may_fork(self, parent: StatePart, child: engine.Sequence) -> bool:
-        """No: a sample computes the prompt's last token again, and the parent's state has gone past it. The sample
-        starts as a new request would, from the prompt's snapshot, which a launched step has written."""
-        self.publish()
+        """No: a sample computes the prompt's last token again, and the parent's state has gone past it. The sample is
+        queued like a new request, and goes on from the prompt's snapshot."""
         return False
 
     def fork(self, parent: StatePart, child: StatePart, num_blocks: int) -> None:
