@@ -103,6 +103,7 @@ class StateSlots(NamedTuple):
     """What layers with states read of a batch. Sequence i brings the tokens first[i] to first[i] + lens[i] - 1."""
     first: Tensor  # [N]
     lens: Tensor  # [N]
+    num_computed: Tensor  # [N] the sequence's tokens before this step
     sources: Tensor  # [N] slots
     targets: Tensor  # [N * W] slots: of each sequence the live one, and marks
     counts: Tensor  # [N, W] the sequence's tokens of this step that the target's state has seen
@@ -144,7 +145,8 @@ def with_states(batch: model.Batch, rows: Tensor, length: int, rounds: list) -> 
     token = torch.arange(len(batch.input_ids), dtype=torch.int32, device=rows.device)
     # The last place takes the padding behind its tokens.
     place = torch.bucketize(token, batch.query_start_loc[1:], right=True, out_int32=True).clamp(max=len(lens) - 1)
-    marked = (rows[:, 2::2] - (batch.seq_lens - lens)[:, None]).clamp(min=0)
+    num_computed = batch.seq_lens - lens
+    marked = (rows[:, 2::2] - num_computed[:, None]).clamp(min=0)
     counts = torch.cat([lens[:, None], marked], 1)
     back = torch.arange(length - 1, -1, -1, dtype=torch.int32, device=rows.device)  # tokens before another one
 
@@ -156,7 +158,7 @@ def with_states(batch: model.Batch, rows: Tensor, length: int, rounds: list) -> 
 
     places = torch.arange(len(lens), dtype=torch.int32, device=rows.device)[:, None]
     kept = inputs(places, counts - 1)[..., 1:].flatten(0, 1)
-    slots = StateSlots(first, lens, rows[:, 0], rows[:, 1::2].flatten(), counts, rounds,
+    slots = StateSlots(first, lens, num_computed, rows[:, 0], rows[:, 1::2].flatten(), counts, rounds,
                        inputs(place, token - first[place]), kept)
     return StatesBatch(*(getattr(batch, one.name) for one in fields(model.Batch)), slots)
 
