@@ -106,8 +106,8 @@ class Kind(Protocol):
     def may_fork(self, parent: Part, child: engine.Sequence) -> bool: ...
     def fork(self, parent: Part, child: Part, num_blocks: int) -> None: ...
     def give_back(self, part: Part) -> None: ...  # what the next token does not need
-    def needed(self, part: Part, end: int) -> float: ...  # blocks for the tokens up to `end`
-    def extend(self, part: Part, end: int) -> None: ...  # take them
+    def needed(self, part: Part, end: int, are_drafts: bool) -> float: ...  # blocks for the tokens up to `end`
+    def extend(self, part: Part, end: int, are_drafts: bool) -> None: ...  # take them
     def quiet_until(self, part: Part) -> int: ...  # for tokens up to there nothing is taken or given back
     def offer(self, part: Part, depth: int, key: Any) -> None: ...  # the text's first `depth` blocks have this key
     def release(self, part: Part) -> None: ...
@@ -149,17 +149,17 @@ class Kinds(engine.BlockManager):
             return True
         for name, part in seq.parts.items():
             self.kinds[name].give_back(part)
-        return self.extend(seq, end)
+        return self.extend(seq, end, are_drafts=False)
 
-    def extend(self, seq: Any, end: int) -> bool:
+    def extend(self, seq: Any, end: int, are_drafts: bool = True) -> bool:
         """`allocate`, but nothing is given back."""
         parts = [(self.kinds[name], part) for name, part in seq.parts.items()]
-        needed = self.num_missing(seq, end) + sum(kind.needed(part, end) for kind, part in parts)
+        needed = self.num_missing(seq, end) + sum(kind.needed(part, end, are_drafts) for kind, part in parts)
         if needed > self.num_free_blocks:
             return False
         super().allocate(seq, end)
         for kind, part in parts:
-            kind.extend(part, end)
+            kind.extend(part, end, are_drafts)
         if end > seq.num_found_tokens:  # else nothing is written, and the last block may be one that others hold
             seq.parts.quiet_until = min(len(seq.block_table) * self.block_size,
                                         *(kind.quiet_until(part) for kind, part in parts))

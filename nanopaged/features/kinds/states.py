@@ -38,6 +38,14 @@ for the block's key (StatePart.waiting), and is lost if the text ends first.
 **Room.** Live slots come first. A text is admitted if it gets one, and nothing else here makes a text wait, or takes
 its place: a snapshot is kept if a slot is free that no text has yet to get. Without snapshots texts start over.
 
+**Drafts** (drafts.py) may turn out to be wrong, and a state cannot go back. A step with drafts therefore keeps the state
+after each of its tokens, in slots that no text has yet to get. Once the drafts are decided, the state after the last
+right one is the source of the next step, and its slot the live one. The other slots are free again:
+
+    tokens      source    live    the states after 20, 21, 22 and 23 tokens
+    19          3         3       in slots 3, 4, 5, 6: the tokens at 20, 21 and 22 are drafts
+    21          4         4       the first draft was right
+
 **A failed step** may have advanced live states. Its texts start over, and what it was to keep is forgotten. Other
 snapshots are intact. A forked text may have found one of that step, too, and starts over (recurrent.py). A slot that a
 step reads stays held until the next step begins (`read`), so that no other text of that step writes there.
@@ -61,6 +69,7 @@ class StatePart(Part):
     waiting: dict[int, int] = field(default_factory=dict)  # depth in blocks -> slot: snapshots without a key yet
     newest: tuple[int, tuple] | None = None  # slot and key of that snapshot
     row: list[int] = field(default_factory=list)  # what the device is told: source, live, and marks: (position, slot)
+    drafted: dict[int, int] = field(default_factory=dict)  # tokens -> slot: the states after undecided drafts
     is_sent: bool = True
     quiet_until: int = 0
 
@@ -151,11 +160,14 @@ class States(engine.BlockManager):
     def give_back(self, part: StatePart) -> None:
         """Nothing: a state keeps its size."""
 
-    def needed(self, part: StatePart, end: int) -> int:
-        return 0
+    def needed(self, part: StatePart, end: int, are_drafts: bool = False) -> float:
+        return math.inf if are_drafts and end - part.num_computed_tokens > self._num_spare() else 0
 
-    def extend(self, part: StatePart, end: int) -> None:
+    def extend(self, part: StatePart, end: int, are_drafts: bool = False) -> None:
         """A step computes the text's tokens up to `end`."""
+        if are_drafts:
+            return self._extend_by_drafts(part, end)
+        self._decide(part)
         part.row = [part.source, part.live]
         for depth in sorted(self._lasting(part)):
             if part.num_computed_tokens < depth * self.block_size < end and self._may_keep():
@@ -165,13 +177,38 @@ class States(engine.BlockManager):
         if part.source not in (NONE, part.live):
             self.read.append(part.source)
         part.source = part.live
-        if end % self.unit == 0 and self._may_keep():  # the next step writes into another slot
-            part.waiting[end // self.block_size] = part.live
-            self._incref(part.source)
-            part.live = self._pop_free_block()
+        self._keep(part, end)
         part.quiet_until = end  # the device is told what the next step does, unless it does the same
         if part.row == [part.source, part.live]:
             part.quiet_until += self.unit - 1 - end % self.unit
+
+    def _keep(self, part: StatePart, end: int) -> None:
+        """The state after so many tokens is in the source: if it can be a snapshot, steps write into another slot."""
+        if end % self.unit == 0 and self._may_keep():
+            part.waiting[end // self.block_size] = part.source
+            self._incref(part.source)
+            part.live = self._pop_free_block()
+
+    def _extend_by_drafts(self, part: StatePart, end: int) -> None:
+        """The step that was to end with the state in `source` computes drafts, too."""
+        known = part.num_computed_tokens
+        part.drafted = {position: self._pop_free_block() for position in range(known + 1, end + 1)}
+        kept = {known: part.source} | part.drafted
+        part.row[1] = kept.pop(end)
+        part.row += [number for entry in kept.items() for number in entry]
+        part.is_sent, part.quiet_until = False, 0
+
+    def _decide(self, part: StatePart) -> None:
+        """Go on after the last right draft."""
+        slot = part.drafted.pop(part.num_computed_tokens, NONE)
+        for other in part.drafted.values():
+            self._decref(other)
+        part.drafted = {}
+        if slot != NONE:
+            for old in {part.live, part.source}:
+                self._decref(old)
+            part.source = part.live = slot
+            self._keep(part, part.num_computed_tokens)
 
     def quiet_until(self, part: StatePart) -> int:
         return part.quiet_until
@@ -186,7 +223,7 @@ class States(engine.BlockManager):
         self.num_running -= 1
         for slot in {part.live, part.source} - {NONE}:
             self._decref(slot)
-        for slot in part.waiting.values():
+        for slot in (*part.waiting.values(), *part.drafted.values()):
             self._decref(slot)
 
     def _lasting(self, part: StatePart) -> set[int]:
@@ -196,9 +233,13 @@ class States(engine.BlockManager):
 
     # ---- single slots
 
+    def _num_spare(self) -> int:
+        """Free slots besides those of texts that have yet to come."""
+        return self.num_free_blocks - self.num_texts + self.num_running
+
     def _may_keep(self) -> bool:
-        """Whether a free slot is left for a snapshot, besides those of texts that have yet to come."""
-        return self.enable_prefix_caching and self.num_free_blocks > self.num_texts - self.num_running
+        """Whether a slot is left for a snapshot."""
+        return self.enable_prefix_caching and self._num_spare() > 0
 
     def _forget(self, slot: int) -> None:
         """Nothing finds the slot any more."""

@@ -85,10 +85,10 @@ class Group:
             if not lasts and block in free and next(iter(free)) in self.pool.key_of_block:  # no unused block is left
                 free.move_to_end(block, last=False)
 
-    def needed(self, part: Part, end: int) -> int:
+    def needed(self, part: Part, end: int, are_drafts: bool = False) -> int:
         return self.pool.num_missing(part, end)
 
-    def extend(self, part: Any, end: int) -> None:
+    def extend(self, part: Any, end: int, are_drafts: bool = False) -> None:
         engine.BlockManager.allocate(self.pool, part, end)
 
     def quiet_until(self, part: Part) -> int:
