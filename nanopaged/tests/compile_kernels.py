@@ -153,7 +153,8 @@ def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
     for act, num_tokens in itertools.product(("swigluoai", ""), (1, 64, 8192)) if keeps else ():
         yield partial(experts, capability, dtype, act, num_tokens, torch.uint8, routed | dict(bias=f"*{TYPES[dtype]}"))
     route = dict(EXPERTS=40, PADDED=64, TOP_K=6, CHOICES=8, NORMALIZED=True, COUNT=4)
-    yield partial(compile_kernel, fused_experts.route_kernel, route, dtype, capability, 1, **routed)
+    for more, types in ((dict(SIGMOID=0.0, bias=None), routed), (dict(SIGMOID=1.5), routed | dict(bias="*fp32"))):
+        yield partial(compile_kernel, fused_experts.route_kernel, route | more, dtype, capability, 1, **types)
     for act, num_tokens in itertools.product(("silu", ""), (1, 64, 8192)):
         for kind in (dtype, torch.float8_e4m3fn) if capability >= 89 else (dtype,):
             yield partial(experts, capability, dtype, act, num_tokens, kind, routed)

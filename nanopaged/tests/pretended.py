@@ -6,7 +6,8 @@ import kernel
 import model
 from nanopaged.tests.helpers import if_there
 
-four_bits, fp8, fused, fused_experts, gpt_oss = map(if_there, ("four_bits", "fp8", "fused", "fused_experts", "gpt_oss"))
+experts, four_bits, fp8, fused, fused_experts, gpt_oss = map(
+    if_there, ("experts", "four_bits", "fp8", "fused", "fused_experts", "gpt_oss"))
 
 
 def normalize(x, weight, bias, eps):
@@ -53,12 +54,12 @@ class PlainKernels:
         return y if out is None else out.copy_(y)
 
     @staticmethod
-    def mix_experts(x, logits, gate_up, down, top_k, normalized, activation, *scales, biases=()):
+    def mix_experts(x, logits, gate_up, down, top_k, normalized, activation, *scales, biases=(), sigmoid=0.0,
+                    expert_bias=None):
         widen = four_bits.widen if gate_up.dtype is torch.uint8 else fp8_weight
         gate_up, down = map(widen, (gate_up, down), scales) if scales else (gate_up, down)
         logits = logits.float() if logits.dim() == 2 else logits.float().sum(0)
-        scores, chosen = F.softmax(logits, dim=1).topk(top_k)
-        scores = scores / scores.sum(1, keepdim=True) if normalized else scores
+        scores, chosen = experts.choose_experts(logits, top_k, normalized, sigmoid, expert_bias)
         hidden = torch.einsum("tnij,tj->tni", gate_up[chosen].to(x.dtype), x)
         hidden = activate(hidden + biases[0][chosen] if biases else hidden, activation)
         out = torch.einsum("tnji,tni->ntj", down[chosen].to(x.dtype), hidden)

@@ -49,8 +49,8 @@ def build_model(config: model.ModelConfig, tensors: Iterable[tuple[str, Tensor]]
     holds the weights once. ValueError: too little memory, or what `load_weights` raises."""
     with torch.device("meta"):  # shapes without memory
         built = model.Transformer(config, modules_for(config, modules))
-    types = {parameter: parameter.dtype if parameter.itemsize == 1 else torch.float32 if name.endswith(".scale")
-             else dtype for name, parameter in built.named_parameters()}
+    types = {parameter: parameter.dtype if parameter.itemsize == 1 else torch.float32
+             if name.endswith((".scale", ".expert_bias")) else dtype for name, parameter in built.named_parameters()}
     size = sum(parameter.numel() * kind.itemsize for parameter, kind in types.items())
     is_cuda = torch.device(device).type == "cuda"
     free = f"{torch.cuda.mem_get_info(device)[0] / 2**30:.1f} GiB free, less" if is_cuda else "less free memory"

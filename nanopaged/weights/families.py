@@ -341,7 +341,8 @@ OF_FEATURES = {
     "CwmForCausalLM": "more_families.cwm", "Ernie4_5ForCausalLM": "more_families.ernie4_5",
     "Ernie4_5_ForCausalLM": "more_families.ernie4_5",  # the name in its first checkpoints
     "GraniteMoeHybridForCausalLM": "more_families.granite4", "SeedOssForCausalLM": "more_families.seed_oss",
-    "ArceeForCausalLM": "more_families.arcee", "Lfm2ForCausalLM": "lfm2.lfm2"}
+    "ArceeForCausalLM": "more_families.arcee", "Lfm2ForCausalLM": "lfm2.lfm2",
+    "Lfm2MoeForCausalLM": "lfm2.lfm2_moe"}
 # Multimodal architectures: the model_type of a text model inside (where none is given, the first) -> the architecture
 # that it equals, and its own defaults. Other parts, such as a vision tower, have names that the decoder does not have.
 MULTIMODAL: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
