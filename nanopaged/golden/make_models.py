@@ -95,6 +95,7 @@ EDITS = {
                  {"routed_scaling_factor": 1.0}],
     "granite4-h": [{"attention_multiplier": 0.5}, {"residual_multiplier": 1.0}, {"rms_norm_eps": 1e-6},
                    {"time_step_limit": [0.0, 0.5]}],
+    "granite4-h-moe": [{"num_experts_per_tok": 3}, {"residual_multiplier": 1.0}, {"time_step_limit": [0.0, 0.5]}],
     "mixtral-stacked": [{"num_experts_per_tok": 1}, {"rope_parameters": {"rope_theta": 1e6}}, {"sliding_window": 9}],
 }
 # Settings of rope, with the longest text that the engine accepts. transformers makes a table for a text of this length.

@@ -356,7 +356,6 @@ MULTIMODAL: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "Qwen3VLMoeForConditionalGeneration": {"qwen3_vl_moe_text": ("Qwen3MoeForCausalLM", {"rope_theta": 5e5})}}
 REFUSED = {  # a part of an architecture's name -> the reason
     "^Gemma4": "Gemma 4, with heads of two sizes and layers that share a cache",
-    "^GraniteMoeHybrid": "Granite 4 with experts",
     "Mamba|Jamba|Zamba|Bamba|Rwkv|FalconH1|NemotronH|RecurrentGemma": "a state-space model",
     "^(Deepseek|Kimi|LongcatFlash|Glm4MoeLite)": "a mixture of experts with latent attention, as DeepSeek's",
     "Moe|MoE|Mixtral": "a mixture of experts of another form",
