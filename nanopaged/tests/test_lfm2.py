@@ -227,3 +227,9 @@ def test_metrics_count_slots():
     assert int(found["state_snapshots_total"]) > 0 == int(found["state_shortened_hits_total"])
     kind = llm.scheduler.block_manager.kinds["states"]
     assert f'num_state_slots{{model_name="x",state="free"}} {kind.num_blocks}' in Metrics(llm).text("x")
+    for end in (150, 151):  # the second text finds blocks of its first 32 tokens, and no snapshot there
+        llm.generate([*range(40), *[end] * 30], GREEDY)
+    assert 'state_shortened_hits_total{model_name="x"} 1' in Metrics(llm).text("x")
+    llm.add_request(PROMPT, GREEDY)
+    llm.step()
+    assert 'num_state_slots{model_name="x",state="held"} 1' in Metrics(llm).text("x")
