@@ -404,6 +404,13 @@ def test_thoughts_have_a_field_of_their_own(llm):
     assert call.response([output])["choices"][0]["message"] == message
     assert message_of(parse(call.events(0, output)))[0] == message
     assert seen == [{"reasoning_effort": "low"}]
+    template = TEMPLATE + "Reasoning: {{ reasoning_effort or 'medium' }}"  # in a prompt, and from /v1/responses
+    rendered = Serving(llm, "bard", partial(render_with, llm, template))
+    for path, fields, effort in ((CHAT, {}, "medium"), (CHAT, dict(reasoning_effort="high"), "high"), (
+            CHAT, dict(chat_template_kwargs={"reasoning_effort": "low"}), "low"), (
+            RESPONSES, dict(input="Hi", reasoning={"effort": "low"}), "low")):
+        call = rendered.read(path, (MINIMAL[CHAT] if path == CHAT else {}) | fields)
+        assert call.prompts[0]["prompt"].endswith(f"Reasoning: {effort}")
     call = read(serving, CHAT, structured_outputs={"choice": ["x"]})  # a grammar leaves no room for thoughts
     output.outputs[0].text = "x"
     assert call.response([output])["choices"][0]["message"] == {"role": "assistant", "content": "x"}
