@@ -435,6 +435,21 @@ def test_channels_are_read_in_every_chat(llm):
     assert called["function"] == {"name": "now", "arguments": '{"zone": 1}'} and choice["finish_reason"] == "tool_calls"
 
 
+def test_a_grammar_begins_in_the_final_channel(llm, monkeypatch):
+    """Not that of a call that must be made: its text has no channels. Without these tokens a grammar begins at once."""
+    def begin(**fields):
+        structured = read(serving_of(llm, tool_parser="openai"), CHAT, **fields).params.structured_outputs
+        return structured and structured.reasoning_token_ids
+
+    fields = dict(response_format={"type": "json_object"})
+    assert begin(**fields) is begin() is None
+    encode, marks = llm.tokenizer.encode, {"<|channel|>": 5, "<|message|>": 8}
+    monkeypatch.setattr(llm.tokenizer, "tokens", llm.tokenizer.tokens | marks)
+    monkeypatch.setattr(llm.tokenizer, "encode", lambda text, **how: [5, 17] if text == "<|channel|>final" else encode(
+        text, **how))
+    assert begin(**fields) == [[5, 17, 8]] and begin() is begin(tools=TOOLS[1:], tool_choice="required") is None
+
+
 @needs_grammar
 @pytest.mark.parametrize("opening, bias", [("<think>\n", {"</think>": 8}), ("", {"<think>": 20, "</think>": 26}),
                                            ("", {"<think>": -99}), ("<think>\n\n</think>\n\n", {"<think>": 99})])
