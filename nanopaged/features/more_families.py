@@ -1,4 +1,4 @@
-"""More families of dense models, each as a function of nanopaged/weights/families.py: those that fewer people load."""
+"""More families, each as a function of nanopaged/weights/families.py: those that fewer people load."""
 from typing import Any
 
 from nanopaged import model

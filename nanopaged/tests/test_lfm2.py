@@ -19,6 +19,7 @@ from nanopaged.tests.helpers import (
     complaint,
     expectations,
     load,
+    needs,
     pools,
     prompt_logits,
     tokens_of,
@@ -189,6 +190,7 @@ def test_the_bias_of_a_choice_is_float32():
         assert torch.equal(bias, stored[f"model.layers.{i + 2}.feed_forward.expert_bias"])  # of the same type
 
 
+@needs("experts")
 @pytest.mark.parametrize("change, message", [
     (dict(num_dense_layers=5), "num_dense_layers must be an integer from 0 to 4"),
     (dict(num_experts_per_tok=7), "num_experts_per_tok"),
