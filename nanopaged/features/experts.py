@@ -39,16 +39,22 @@ class Experts(nn.Module):
         self.router = self.router_class(config.hidden_size, self.settings["count"], bias=config.mlp_bias)
         self.experts: Any = nn.ModuleList(mlp(self.settings["size"]) for _ in range(self.settings["count"]))
         self.shared = mlp(self.settings["shared_size"]) if self.settings["shared_size"] else None
+        self.shared_gate = model.Linear(config.hidden_size, 1, bias=False) if self.settings.get("shared_gate") else None
         self.whole: dict[str, Tensor] = {}  # "gate_up_proj.weight" -> that of all experts, [count, rows, columns]
 
     def forward(self, x: Tensor) -> Tensor:
         scores, chosen = self.choose(x)
-        out = torch.zeros_like(x, dtype=torch.float32) if self.shared is None else self.shared(x).float()
+        out = torch.zeros_like(x, dtype=torch.float32) if self.shared is None else self.run_shared(x).float()
         for i, expert in enumerate(self.experts):
             token, place = torch.where(chosen == i)
             if len(token):
                 out[token] += scores[token, place, None] * expert(x[token])
         return out.to(x.dtype)
+
+    def run_shared(self, x: Tensor) -> Tensor:
+        """The result of the expert that every token has; in Qwen3.5 times a score of its own."""
+        y = self.shared(x)
+        return y if self.shared_gate is None else y * self.shared_gate(x).sigmoid()
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The scores of each token's experts, and the experts: [T, top_k] each."""
@@ -57,7 +63,7 @@ class Experts(nn.Module):
 
     def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> "Experts":
         """`build_model` gives parameters their memory with this method of modules. The experts' become views."""
-        for module in filter(None, (self.router, self.shared)):
+        for module in filter(None, (self.router, self.shared, self.shared_gate)):
             module._apply(function)
         for name, first in self.experts[0].named_parameters():
             one, (module, kind) = function(first), name.split(".")
@@ -88,7 +94,8 @@ def mixture(hf: dict[str, Any], count: str, size: str, normalized: bool, dense_l
             shared_size: int = 0) -> dict[str, Any]:
     """ModelConfig.experts: how many there are, of how many a token takes the results (top_k), the intermediate size of
     each, whether a token's scores are made to add up to 1, the layers whose MLP is dense, and the intermediate size of
-    an expert that every token has (0: none). count, size: keys of config.json; transformers 5 writes either count"""
+    an expert that every token has (0: none). A family may add shared_gate: that expert has a score. count, size: keys
+    of config.json; transformers 5 writes either count"""
     count = next((key for key in (count, "num_experts", "num_local_experts") if hf.get(key) is not None), count)
     for key, most in ((count, 4096), (size, families.MOST["intermediate_size"]), ("num_experts_per_tok", hf[count])):
         check_number(f"config.json: {key}", hf[key], *between(int, 1, most))

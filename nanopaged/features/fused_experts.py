@@ -37,7 +37,7 @@ class FusedExperts(Experts):
                           for kind in ("scale", "bias"))  # scales: of weights in 8 or 4 bits
         out = mix_experts(x, self.router(x), whole["gate_up_proj.weight"], whole["down_proj.weight"], e["top_k"],
                           e["normalized"], self.activation, *scales, biases=biases)
-        return out if self.shared is None else torch.cat([out, self.shared(x).view(-1, *x.shape)])
+        return out if self.shared is None else torch.cat([out, self.run_shared(x).view(-1, *x.shape)])
 
 
 def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:

@@ -222,7 +222,7 @@ def test_chunks_prefix_hits_preemptions_and_other_modules(variant, monkeypatch):
     assert_golden(llm, variant, times=2)
 
 
-FLOAT32_NORMS = "gemma3", "gpt-oss", "gpt-oss-mxfp4", "olmo2", "olmo3"
+FLOAT32_NORMS = "gemma3", "gpt-oss", "gpt-oss-mxfp4", "olmo2", "olmo3", "qwen3-next", "qwen3.5-moe"
 
 
 @pytest.mark.parametrize("variant", SWITCHED)
