@@ -34,7 +34,6 @@ from torch import Tensor, nn
 from nanopaged import model
 from nanopaged.features.kinds.recurrent import Convolution, StateLayer, StateSlots
 from nanopaged.inputs import between, check_number
-from nanopaged.options import default_feature
 
 CHUNK = 64  # tokens
 NORM_EPS = 1e-6  # of the norms of q and k
@@ -68,10 +67,6 @@ class GatedDeltaNet(StateLayer):
         self.A_log, self.dt_bias = (nn.Parameter(torch.empty(s["v_heads"])) for _ in range(2))
         self.gated_norm = nn.Parameter(torch.empty(s["v_dim"]))
         self.out_proj = m.residual_linear(values, c.hidden_size, bias=False)
-        kernels = None
-        if m.norm is not model.PLAIN.norm:  # features/fused.py
-            kernels = default_feature("delta_kernels", "a gated delta net in plain torch, which is slower,")
-        self.mix_tokens = kernels.gated_delta if kernels else gated_delta
 
     def mix(self, x: Tensor, states: list[Tensor], slots: StateSlots) -> Tensor:
         s = self.config.states
@@ -79,7 +74,8 @@ class GatedDeltaNet(StateLayer):
                           s["k_heads"], s["v_heads"], s["k_dim"], s["v_dim"], s["length"])
         qkv, z, b, a = self.in_proj(x).split(self.sizes, dim=1)
         z = z.unflatten(1, (s["v_heads"], s["v_dim"]))
-        return self.mix_tokens(qkv, z, b, a, weights, states, slots).flatten(1)
+        mix_tokens = slots.kernels.gated_delta if slots.kernels else gated_delta
+        return mix_tokens(qkv, z, b, a, weights, states, slots).flatten(1)
 
 
 def gated_delta(qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, w: Weights, states: list[Tensor],
@@ -183,5 +179,5 @@ def states_of(hf: dict[str, Any], layers: list[int]) -> dict[str, Any]:
         raise ValueError(f"config.json: {v_heads} value heads (linear_num_value_heads) cannot share {k_heads} key "
                          "heads evenly")
     channels = 2 * k_heads * k_dim + v_heads * v_dim
-    return dict(layers=layers, layer=GatedDeltaNet, unit=CHUNK, length=taps, k_heads=k_heads, v_heads=v_heads,
-                k_dim=k_dim, v_dim=v_dim, shapes=[(taps, channels), (v_heads, k_dim, v_dim)])
+    return dict(layers=layers, layer=GatedDeltaNet, kernels="delta_kernels", unit=CHUNK, length=taps, k_heads=k_heads,
+                v_heads=v_heads, k_dim=k_dim, v_dim=v_dim, shapes=[(taps, channels), (v_heads, k_dim, v_dim)])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanopaged import SamplingParams
-from nanopaged.features import graphs
+from nanopaged.features import fused, graphs
 from nanopaged.features.delta import Weights, chunk, delta_rule, gated_delta
 from nanopaged.features.kinds.recurrent import make_rounds, with_states
 from nanopaged.tests.helpers import (
@@ -21,7 +21,9 @@ from nanopaged.tests.helpers import (
     pools,
     rewritten,
     tokens_of,
+    use_modules,
 )
+from nanopaged.tests.pretended import plain_kernels
 from nanopaged.tests.test_graphs import SHORTAGES, record_graphs
 from nanopaged.weights import families
 from nanopaged.weights.checkpoint import read_safetensors
@@ -101,6 +103,16 @@ def test_recorded_steps(monkeypatch, variant, options):
     assert replayed
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_fused_modules(variant, monkeypatch):
+    """They get their weights as a checkpoint that is made of the plain ones' weights."""
+    llm = load(variant, device="cpu", enforce_eager=True)
+    for patch in plain_kernels():
+        monkeypatch.setattr(*patch)
+    use_modules(llm, fused.MODULES)
+    assert_golden(llm, variant, times=2)
+
+
 # ---- The recurrence
 
 K_HEADS, V_HEADS, K_DIM, V_DIM, TAPS = 2, 4, 3, 5, 4
@@ -131,7 +143,7 @@ def step(given, weights, states, *parts):
     batch = SimpleNamespace(**dict.fromkeys(("positions", "slot_mapping", "block_tables", "logits_indices",
                                              "sampling_places", "metadata")), input_ids=torch.zeros(sum(lens)),
                             seq_lens=torch.tensor(ends, dtype=torch.int32), query_start_loc=starts)
-    slots = with_states(batch, rows, TAPS, rounds if max(lens) > 1 else []).states
+    slots = with_states(batch, rows, TAPS, rounds=rounds).states
     tokens = [torch.cat([one[start:end] for start, end, *_ in parts]) for one in given]
     return gated_delta(*tokens, weights, states, slots)
 

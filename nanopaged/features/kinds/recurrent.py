@@ -110,6 +110,7 @@ class StateSlots(NamedTuple):
     rounds: list[tuple[Tensor, Tensor, Tensor]]  # see `make_rounds`
     inputs: Tensor  # [T, length] of a convolution, the oldest first: indices of `convolve`'s inputs
     last_inputs: Tensor  # [N * W, length - 1] those that targets keep
+    kernels: Any = None  # the module with the layers' kernels, if they are used
 
 
 @dataclass
