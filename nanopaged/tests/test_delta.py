@@ -1,29 +1,35 @@
 """Gated delta nets in an engine: the texts of transformers, chunks and their bits, states in rings."""
 import json
+import re
 from functools import cache
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from nanopaged import SamplingParams
+from nanopaged import LLM, SamplingParams
 from nanopaged.features import fused, graphs
 from nanopaged.features.delta import Weights, chunk, delta_rule, gated_delta
 from nanopaged.features.kinds.recurrent import make_rounds, with_states
 from nanopaged.tests.helpers import (
+    DEVICE,
     GOLDEN,
     GREEDY,
+    PROMPT,
     PROMPTS,
     SETTINGS,
     assert_golden,
     complaint,
     load,
+    needs,
     pools,
+    prompt_logits,
+    relative_error,
     rewritten,
     tokens_of,
     use_modules,
 )
-from nanopaged.tests.pretended import plain_kernels
+from nanopaged.tests.pretended import kept, plain_kernels
 from nanopaged.tests.test_graphs import SHORTAGES, record_graphs
 from nanopaged.weights import families
 from nanopaged.weights.checkpoint import read_safetensors
@@ -204,6 +210,41 @@ def test_parts_of_other_models_are_left_out(tmp_path):
     with pytest.warns(UserWarning, match="multimodal"):
         llm = load(rewritten(tmp_path, "qwen3.5", more), device="cpu")
     assert_golden(llm, "qwen3.5")
+
+
+@needs("fp8", "fused")
+def test_matrices_in_8_bits(tmp_path, keeps):
+    """All of the layers' but routers and convolutions."""
+    config = json.loads((GOLDEN / "qwen3-next" / "config.json").read_text()) | dict(
+        hidden_size=64, linear_num_value_heads=8, intermediate_size=48, moe_intermediate_size=32,
+        shared_expert_intermediate_size=32)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = dict(load_format="dummy", dtype="float32", device=DEVICE, num_blocks=64, enforce_eager=True)
+    plain, llm = LLM(str(tmp_path), **options), LLM(str(tmp_path), quantization="fp8", **options)
+    expected = dict(plain.runner.model.named_parameters())
+    assert {*kept(llm)} == {name for name, one in expected.items() if name.startswith("layers") and one.dim() == 2
+                            and "router" not in name and "shared_gate" not in name}
+    for name, tensor in kept(llm).items():
+        assert relative_error(tensor, expected[name]) < 0.03
+    assert relative_error(prompt_logits(llm, PROMPT), prompt_logits(plain, PROMPT)) < 0.1
+
+
+@needs("fp8")
+def test_a_checkpoint_in_fp8_blocks(tmp_path):
+    """It becomes one in the engine's type. b, a, routers and convolutions are not stored in FP8."""
+    def cut(tensors):
+        for name in [name for name in tensors if re.search(r"layers.*(proj|proj_qkv|proj_z)\.weight$", name)]:
+            stored = (tensors[name].float() / 0.01).to(torch.float8_e4m3fn)
+            meant[name], tensors[name] = stored.float() * 0.01, stored
+            tensors[f"{name}_scale_inv"] = torch.full([-(-size // 128) for size in stored.shape], 0.01)
+        return tensors
+
+    meant: dict = {}
+    llm = load(rewritten(tmp_path, "qwen3.5", cut), device="cpu", hf_overrides=dict(quantization_config=dict(
+        quant_method="fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=[128, 128])))
+    found = prompt_logits(llm, PROMPT)
+    plain = load(rewritten(tmp_path, "qwen3.5", lambda tensors: tensors | meant), device="cpu")
+    assert len(meant) > 15 and relative_error(found, prompt_logits(plain, PROMPT)) < 1e-5
 
 
 def test_types_of_parameters():
