@@ -75,7 +75,7 @@ def keeps_8_bits(quantization: str | None, dtype: str, config: model.ModelConfig
         from nanopaged.features.tensor_parallel.split import split_config
         c = split_config(config, num_ranks)
     sizes = c.intermediate_size, c.experts.get("size", 0), c.experts.get("shared_size", 0)
-    sizes = *sizes, *(sum(parts.values()) for parts in c.parts.values())
+    sizes = *sizes, *(sum(parts.values()) for module, parts in c.parts.items() if module != "router")
     wrong = [size for size in (c.hidden_size, c.num_heads * c.head_dim, *sizes) if size % ALIGNMENT]
     if is_able and not (wrong or c.head_dim * 2 % ALIGNMENT or c.transposed):
         return True

@@ -53,12 +53,16 @@ class PlainKernels:
         return y if out is None else out.copy_(y)
 
     @staticmethod
-    def mix_experts(x, logits, gate_up, down, top_k, normalized, activation, *scales, biases=()):
+    def mix_experts(x, logits, gate_up, down, top_k, normalized, activation, *scales, biases=(), has_shared=False):
         widen = four_bits.widen if gate_up.dtype is torch.uint8 else fp8_weight
         gate_up, down = map(widen, (gate_up, down), scales) if scales else (gate_up, down)
         logits = logits.float() if logits.dim() == 2 else logits.float().sum(0)
-        scores, chosen = F.softmax(logits, dim=1).topk(top_k)
+        count = len(gate_up) - has_shared
+        scores, chosen = F.softmax(logits[:, :count], dim=1).topk(top_k)
         scores = scores / scores.sum(1, keepdim=True) if normalized else scores
+        if has_shared:
+            scores = torch.cat([scores, logits[:, count:count + 1].sigmoid()], 1)
+            chosen = F.pad(chosen, (0, 1), value=count)
         hidden = torch.einsum("tnij,tj->tni", gate_up[chosen].to(x.dtype), x)
         hidden = activate(hidden + biases[0][chosen] if biases else hidden, activation)
         out = torch.einsum("tnji,tni->ntj", down[chosen].to(x.dtype), hidden)

@@ -153,7 +153,7 @@ def checkpoint_tensors(name: str, parameter: Tensor, config: model.ModelConfig) 
     *path, module, kind = name.split(".")
     rows = {module: parameter}
     if parts := config.parts.get(module):
-        rows = dict(zip(parts, parameter.split([*parts.values()])))
+        rows = {part: one for part, one in zip(parts, parameter.split([*parts.values()])) if part}  # "": no meaning
     elif module == "qkv_proj":
         num_kv_heads, head_dim = config.layer_heads[int(path[-1])] if config.layer_heads else (
             config.num_kv_heads, config.head_dim)
