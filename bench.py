@@ -526,21 +526,25 @@ def simulate(limits: Card, quick: bool) -> None:
     """Simulated beside measured: workload 256, 1,024 short requests at once, and a stream of 256 requests at random
     times. The simulation knows this run's rates, and how long single steps take (`calibrated`)."""
     for shape, per_second in STREAMS.items():
-        llm, (prompts, lengths), rng = random_llm(SHAPES[shape], **FOR_STREAMS), workload_256(), random.Random(0)
-        card = calibrated(limits, llm, sizes_of(shape))
-        print(f"{shape}: {card}", flush=True)
-        for name, work in (("workload 256", (prompts, lengths)),
-                           ("1,024 x (128, 128)", (random_prompts(0, SHORT), SHORT))):
-            together = simulated(card, llm, as_requests(*work, itertools.repeat(0.0)))
-            beside(f"{shape} {name}, simulated", together.num_new_tokens / together.clock.now,
-                   generate_rate(llm, *work), "tokens/s")
-        stream = as_requests(prompts, lengths, itertools.accumulate(rng.expovariate(per_second) for _ in prompts))
-        both = simulated(card, llm, stream).times, served(llm, stream)
-        first, each, total = ([statistics.mean(getattr(one, name) for one in times) for times in both]
-                              for name in Times._fields)
-        beside(f"{shape} {per_second} requests/s, each takes, simulated", *total, "s", f"; first token "
-               f"{first[0] * 1000:.3g} and {first[1] * 1000:.3g} ms, each one after it {each[0] * 1000:.3g} and "
-               f"{each[1] * 1000:.3g} ms")
+        simulate_shape(limits, shape, per_second)  # whose engine is gone before the next one is made
+
+
+def simulate_shape(limits: Card, shape: str, per_second: float) -> None:
+    llm, (prompts, lengths), rng = random_llm(SHAPES[shape], **FOR_STREAMS), workload_256(), random.Random(0)
+    card = calibrated(limits, llm, sizes_of(shape))
+    print(f"{shape}: {card}", flush=True)
+    for name, work in (("workload 256", (prompts, lengths)),
+                       ("1,024 x (128, 128)", (random_prompts(0, SHORT), SHORT))):
+        together = simulated(card, llm, as_requests(*work, itertools.repeat(0.0)))
+        beside(f"{shape} {name}, simulated", together.num_new_tokens / together.clock.now,
+               generate_rate(llm, *work), "tokens/s")
+    stream = as_requests(prompts, lengths, itertools.accumulate(rng.expovariate(per_second) for _ in prompts))
+    both = simulated(card, llm, stream).times, served(llm, stream)
+    first, each, total = ([statistics.mean(getattr(one, name) for one in times) for times in both]
+                          for name in Times._fields)
+    beside(f"{shape} {per_second} requests/s, each takes, simulated", *total, "s", f"; first token "
+           f"{first[0] * 1000:.3g} and {first[1] * 1000:.3g} ms, each one after it {each[0] * 1000:.3g} and "
+           f"{each[1] * 1000:.3g} ms")
 
 
 def beside(name: str, ours: float, measured: float, unit: str, more: str = "") -> None:

@@ -36,6 +36,11 @@ MIN_DECODE_COLUMNS = 8  # what a tensor core multiplies at once, see `_decode_ti
 # at most an eighth of a recorded step is padding.
 DECODE_SIZES = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, 1024, 64)]
 MAX_DECODE_SIZE = 1024  # decode steps of more sequences are not recorded
+TOKEN_SIZES = [64, *(2**i for i in range(8, 31))]  # tokens of recorded steps with prompts
+FEW_SEQS = 16  # steps with prompts are recorded for this many sequences, and for the largest number of sequences
+# On an H200 launching a step of a small model, kernel by kernel, takes at least as long as computing this many tokens.
+# A step with prompts is therefore padded in any case if it has no more.
+PADDED_ANYWAY = 2048
 MIN_DIM = 16  # the shortest inner dimension that tl.dot accepts
 
 

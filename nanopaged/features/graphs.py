@@ -22,15 +22,9 @@ from nanopaged.device.runner import Runner, StepTensors
 from nanopaged.device.sampler import SamplingNeeds
 from nanopaged.device.step_input import StepInput
 from nanopaged.device.transfer import ForwardPass, integers
-from nanopaged.tiles import DECODE_SIZES, MANY_CONTEXTS, MAX_DECODE_SIZE
+from nanopaged.tiles import DECODE_SIZES, FEW_SEQS, MANY_CONTEXTS, MAX_DECODE_SIZE, PADDED_ANYWAY, TOKEN_SIZES
 
-TOKEN_SIZES = [64, *(2**i for i in range(8, 31))]  # tokens of recorded steps with prompts
-FEW_SEQS = 16  # steps with prompts are recorded for this many sequences, and for the largest number of sequences
-# On an H200 launching a step of a small model, kernel by kernel, takes at least as long as computing this many tokens.
-# A step of up to this many tokens is therefore padded in any case; a larger one must fill MIN_FILLED of the recorded
-# step.
-PADDED_ANYWAY = 2048
-MIN_FILLED = 7 / 8
+MIN_FILLED = 7 / 8  # of a recorded step, by a step of more than PADDED_ANYWAY tokens
 LONG_CONTEXT = 4096  # tokens; see `graph_shape`
 SHORT_CHUNK = 16  # tokens that a grammar forced; see `one_token_places`
 

@@ -47,6 +47,7 @@ from nanopaged.inputs import check_number, open_file, refuse_unknown
 from nanopaged.options import MOST_GPUS, OPTIONS, check_options, feature
 from nanopaged.sampling_params import SamplingParams
 from nanopaged.weights.build import modules_for
+from nanopaged.tiles import DECODE_SIZES, FEW_SEQS, PADDED_ANYWAY, TOKEN_SIZES
 from nanopaged.weights.checkpoint import read_config
 from nanopaged.weights.families import read_model_config
 
@@ -154,11 +155,27 @@ class Card(NamedTuple):
             seconds += num_layers * (num_bytes / read + flops / multiply)
         return seconds
 
-    def step_seconds(self, m: Sizes, query_lens: list[int], seq_lens: list[int], num_samples: int) -> float:
-        """The time of a step of sequences with so many new tokens, and so many in the KV cache after it."""
+    def step_seconds(self, m: Sizes, query_lens: list[int], seq_lens: list[int], num_samples: int,
+                     max_num_seqs: int = 0) -> float:
+        """The time of a step of sequences with so many new tokens, and so many in the KV cache after it. max_num_seqs:
+        of an engine that records steps; 0: the step has no padding"""
+        seconds = m.layers * self.layer + self.attention_seconds(m, query_lens, seq_lens, num_samples)
         num_tokens = sum(query_lens)
-        return (m.layers * self.layer + self.attention_seconds(m, query_lens, seq_lens, num_samples)
-                + self.products_seconds(m, num_tokens, num_samples) / fraction(self.products, num_tokens))
+        if max_num_seqs:
+            num_tokens, num_samples = recorded_size(query_lens, num_samples, max_num_seqs)
+        return seconds + self.products_seconds(m, num_tokens, num_samples) / fraction(self.products, num_tokens)
+
+
+def recorded_size(query_lens: list[int], num_samples: int, max_num_seqs: int) -> tuple[int, int]:
+    """The tokens and logit rows that the matrix products of a step have: a recorded step (features/graphs.py) computes
+    its padding, too."""
+    num_tokens, num_seqs = sum(query_lens), len(query_lens)
+    if num_tokens == num_seqs:
+        num_tokens = num_samples = next((size for size in DECODE_SIZES if size >= num_seqs), num_seqs)
+    elif num_tokens <= PADDED_ANYWAY:
+        num_tokens = next(size for size in TOKEN_SIZES if size >= num_tokens)
+        num_samples = FEW_SEQS if num_seqs <= FEW_SEQS else min(max_num_seqs, num_tokens)
+    return num_tokens, num_samples
 
 
 @cache
@@ -208,10 +225,10 @@ class Device:
     lookahead, num_ranks, device = 1, 1, torch.device("meta")  # tensors of this device have no memory
 
     def __init__(self, card: Card, sizes: Sizes, clock: Clock, config: model.ModelConfig, block_size: int,
-                 dtype: torch.dtype, max_model_len: int) -> None:
+                 dtype: torch.dtype, max_model_len: int, max_num_seqs: int) -> None:
         self.card, self.sizes, self.clock, self.config, self.block_size = card, sizes, clock, config, block_size
         self.pool = Pool(config.num_layers, (block_size, config.num_kv_heads, config.head_dim), dtype, self.device)
-        self.max_model_len = max_model_len
+        self.max_model_len, self.max_num_seqs = max_model_len, max_num_seqs
         if config.groups:
             kinds = feature("kinds.device", "a model with layers of several kinds")
             self.pool = kinds.KindsPool(kinds.Layout(config, block_size, dtype), self.device)
@@ -219,7 +236,7 @@ class Device:
 
     def launch(self, step: engine.SchedulerOutput) -> LaunchedStep:
         seconds = self.card.step_seconds(self.sizes, step.num_tokens, [seq.num_computed_tokens for seq in step.seqs],
-                                         len(step.sampled))
+                                         len(step.sampled), self.max_num_seqs)
         moved = [*vars(step).get("swaps_in", ()), *vars(step).get("swaps_out", ())]
         seconds += len(moved) * self.pool.block_bytes / self.card.swap
         for_step, for_seq = self.card.host
@@ -253,7 +270,7 @@ class Simulation:
         self.config, self.path, self.clock, self.sizes = c, path, Clock(), Sizes.of(c, dtype.itemsize)
         choose_groups(options, c)
         self.runners = [Device(card, self.sizes, self.clock, c, options.block_size or 64, dtype,
-                               options.max_model_len or c.max_position_embeddings)
+                               options.max_model_len or c.max_position_embeddings, options.max_num_seqs)
                         for _ in range(options.data_parallel_size)]
         self.runner: Any = self.runners[0]
         num_blocks = options.num_gpu_blocks_override or options.num_blocks or self._num_blocks(card, options)

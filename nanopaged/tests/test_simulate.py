@@ -8,7 +8,7 @@ import pytest
 from nanopaged import SamplingParams
 from nanopaged.cli.main import main
 from nanopaged.features import simulate
-from nanopaged.features.simulate import Card, Request, Simulation, Sizes
+from nanopaged.features.simulate import Card, Request, Simulation, Sizes, recorded_size
 from nanopaged.options import OPTIONS
 from nanopaged.tests.helpers import GOLDEN, complaint, load, shared, tokens_of
 from nanopaged.weights.checkpoint import read_config
@@ -63,6 +63,13 @@ def test_the_time_of_a_step():
         sizes.layers + 2 * slow.step_seconds(sizes, [1] * 100, [1] * 100, 100))
     in_window = slow.attention_seconds(sizes._replace(windows=((4, 1),)), [1], [1000], 0)
     assert in_window == pytest.approx(5 * sizes.token_bytes / 1e9)
+
+
+def test_a_recorded_step_computes_its_padding():
+    assert recorded_size([1] * 9, 9, 256) == (16, 16)
+    assert recorded_size([600, 1, 1], 3, 256) == (1024, 16)
+    assert recorded_size([600] + [1] * 40, 41, 256) == (1024, 256)
+    assert recorded_size([3000, 1], 2, 256) == (3001, 2)
 
 
 @pytest.mark.parametrize("model, options", [
