@@ -9,13 +9,16 @@ Three of four layers are gated delta nets (delta.py). The others attend, with wh
 The MLP is dense, or a mixture of experts (experts.py) with one more that every token has, times sigmoid(gate(x)). In
 multimodal checkpoints this is the text model. Other parts (model.visual, mtp) are not read.
 """
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanopaged import kernel, model
+from nanopaged import kernel, model, tiles
 from nanopaged.features import delta
+from nanopaged.optional_triton import jit, launch_options, tl
 from nanopaged.options import feature
 from nanopaged.weights import families
 
@@ -29,6 +32,7 @@ GATE_ROWS = 8  # of the router: products with rows of 16 bytes are faster, so 7 
 class GatedLayer(model.Layer):
     """A layer whose qkv_proj computes q, k, v and the gate of each head."""
     is_short = False  # its `attention` returns the rows whose logits are read
+    in_triton = False  # beside the small kernels of fused.py
 
     def __init__(self, config: model.ModelConfig, index: int, modules: model.Modules) -> None:
         super().__init__(config, index, modules)
@@ -45,8 +49,8 @@ class GatedLayer(model.Layer):
             return kernels.rotate_and_store(qkv, *args)
 
         def attention(*args: Any, **options: Any) -> Tensor:
-            o = kernels.attention(*args, **options)
-            return o * (model.select_rows(gate, batch) if self.is_short else gate).sigmoid()
+            o, rows = kernels.attention(*args, **options), model.select_rows(gate, batch) if self.is_short else gate
+            return gate_output(o, rows) if self.in_triton else o * rows.sigmoid()
 
         return super().attention(x, rope, batch, cache, kernels._replace(
             rotate_and_store=rotate_and_store, attention=attention))
@@ -55,10 +59,37 @@ class GatedLayer(model.Layer):
 def with_output_gate(modules: model.Modules) -> model.Modules:
     """The modules with these layers, made of those of other models. Attention of a last layer selects rows first."""
     def gated(kind: type[model.Layer]) -> type[model.Layer]:
-        is_short = kind.attention is not model.Layer.attention  # as in last_layer.py
-        return GatedLayer if kind is model.Layer else type(kind.__name__, (kind, GatedLayer), {"is_short": is_short})
+        switches = dict(is_short=kind.attention is not model.Layer.attention,  # as in last_layer.py
+                        in_triton=modules.norm is not model.PLAIN.norm)
+        return GatedLayer if kind is model.Layer else type(kind.__name__, (kind, GatedLayer), switches)
 
     return modules._replace(layer=gated(modules.layer), last_layer=gated(modules.last_layer))
+
+
+def gate_output(o: Tensor, gate: Tensor) -> Tensor:
+    """o * sigmoid(gate) in one launch: both [T, H, head_dim]; gate may be a part of longer rows."""
+    (num_rows, *shape), out = o.shape, torch.empty_like(o)
+    size = shape[0] * shape[1]
+    tile = min(1024, tiles.next_power_of_2(size))
+    gate_output_kernel[(num_rows, tiles.cdiv(size, tile))](
+        o, gate, out, gate.stride(0), SIZE=size, TILE=tile, **launch_options(o.device))
+    return out
+
+
+@jit
+def gate_output_kernel(o, gate, out, gate_row, SIZE: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
+    """Grid (token, tile of its row)."""
+    kernel.wait_for_previous_kernel(PDL)
+    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
+    x = tl.load(o + row * SIZE + i, mask=i < SIZE, other=0.0).to(tl.float32)
+    y = x * tl.sigmoid(tl.load(gate + row * gate_row + i, mask=i < SIZE, other=0.0).to(tl.float32))
+    tl.store(out + row * SIZE + i, y.to(out.dtype.element_ty), mask=i < SIZE)
+
+
+def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
+    """For warmup.py."""
+    o = torch.empty(0, r.config.num_heads, r.config.head_dim, dtype=r.dtype, device=r.device)
+    yield partial(gate_output, o, o)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -46,8 +46,8 @@ from nanopaged.features.progress import ProgressBar
 from nanopaged.inputs import check_number, open_file, refuse_unknown
 from nanopaged.options import MOST_GPUS, OPTIONS, check_options, feature
 from nanopaged.sampling_params import SamplingParams
-from nanopaged.weights.build import modules_for
 from nanopaged.tiles import DECODE_SIZES, FEW_SEQS, PADDED_ANYWAY, TOKEN_SIZES
+from nanopaged.weights.build import modules_for
 from nanopaged.weights.checkpoint import read_config
 from nanopaged.weights.families import read_model_config
 

@@ -6,7 +6,8 @@ import kernel
 import model
 from nanopaged.tests.helpers import if_there
 
-four_bits, fp8, fused, fused_experts, gpt_oss = map(if_there, ("four_bits", "fp8", "fused", "fused_experts", "gpt_oss"))
+four_bits, fp8, fused, fused_experts, gpt_oss, qwen3_5 = map(
+    if_there, ("four_bits", "fp8", "fused", "fused_experts", "gpt_oss", "qwen3_5"))
 
 
 def normalize(x, weight, bias, eps):
@@ -53,6 +54,10 @@ class PlainKernels:
         return y if out is None else out.copy_(y)
 
     @staticmethod
+    def gate_output(o, gate):
+        return o * gate.sigmoid()
+
+    @staticmethod
     def mix_experts(x, logits, gate_up, down, top_k, normalized, activation, *scales, biases=(), has_shared=False):
         widen = four_bits.widen if gate_up.dtype is torch.uint8 else fp8_weight
         gate_up, down = map(widen, (gate_up, down), scales) if scales else (gate_up, down)
@@ -73,7 +78,7 @@ class PlainKernels:
 def plain_kernels():
     """(object, name, what to put there), for a process on a CPU that has fused modules or a GraphRunner."""
     homes = dict(activate=fused, fused_add_norm=fused, few_rows_linear=fused, quantize_rows=fp8,
-                 mix_experts=fused_experts)
+                 mix_experts=fused_experts, gate_output=qwen3_5)
     return [*((home, name, getattr(PlainKernels, name)) for name, home in homes.items() if home),
             (torch, "_scaled_mm", PlainKernels.scaled_mm)]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nanopaged import LLM, SamplingParams
-from nanopaged.features import fused, graphs
+from nanopaged.features import fused, graphs, qwen3_5
 from nanopaged.features.delta import Weights, chunk, delta_rule, gated_delta
 from nanopaged.features.kinds.recurrent import make_rounds, with_states
 from nanopaged.tests.helpers import (
@@ -22,6 +22,7 @@ from nanopaged.tests.helpers import (
     complaint,
     load,
     needs,
+    needs_kernel,
     pools,
     prompt_logits,
     relative_error,
@@ -117,6 +118,14 @@ def test_the_fused_modules(variant, monkeypatch):
         monkeypatch.setattr(*patch)
     use_modules(llm, fused.MODULES)
     assert_golden(llm, variant, times=2)
+
+
+@needs_kernel
+@pytest.mark.parametrize("num_rows, heads, head_dim", [(1, 4, 16), (5, 3, 24), (3, 5, 256)])
+def test_an_output_gate_in_triton(num_rows, heads, head_dim):
+    o, qkv = torch.randn(num_rows, heads, head_dim, device=DEVICE), torch.randn(
+        num_rows, heads + 2, head_dim, device=DEVICE)
+    torch.testing.assert_close(qwen3_5.gate_output(o, qkv[:, 2:]), o * qkv[:, 2:].sigmoid())
 
 
 # ---- The recurrence
