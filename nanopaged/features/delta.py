@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanopaged import model
-from nanopaged.features.kinds.recurrent import Convolution, StateLayer, StateSlots
+from nanopaged.features.kinds.recurrent import Convolution, StateLayer, StateSlots, scan
 from nanopaged.inputs import between, check_number
 
 CHUNK = 64  # tokens
@@ -89,7 +89,7 @@ def gated_delta(qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, w: Weights, states
     q, k = (one * torch.rsqrt((one * one).sum(-1, keepdim=True) + NORM_EPS) for one in (q, k))
     q, k = (one.repeat_interleave(w.v_heads // w.k_heads, 1) for one in (q * w.k_dim ** -0.5, k))
     beta, g = b.float().sigmoid(), -w.A_log.float().exp() * F.softplus(a.float() + w.dt_bias.float())
-    o = scan(q, k, v.unflatten(1, (w.v_heads, w.v_dim)), g, beta, states[1], slots)
+    o = scan(delta_rule, chunk, (q, k, v.unflatten(1, (w.v_heads, w.v_dim))), (g, beta), states[1], slots)
     o = F.rms_norm(o, o.shape[-1:], w.norm.float(), w.eps) * F.silu(z.float())
     return o.to(z.dtype)
 
@@ -119,30 +119,6 @@ def convolve(x: Tensor, w: Weights, states: Tensor, s: StateSlots) -> Tensor:
 # --------------------------------------------------------------------------------------------------
 # In chunks
 # --------------------------------------------------------------------------------------------------
-
-def scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, s: StateSlots) -> Tensor:
-    """`delta_rule` for all tokens of a step: q and k [T, H, k_dim], v [T, H, v_dim], g and beta [T, H] -> like v.
-    states [slots, H, k_dim, v_dim]"""
-    state = states.index_select(0, s.sources)
-    kept = s.targets.view(len(state), -1)
-    # First every sequence's first token by itself; those of longer ones are computed again, in chunks.
-    first = s.first.clamp(max=len(q) - 1)
-    o1, state1 = delta_rule(*(one.index_select(0, first) for one in (q, k, v, g, beta)), state)
-    if not s.rounds:  # decode: a sequence for each token
-        states[kept[:, 0]] = state1
-        return o1
-    o, alone = torch.zeros_like(v), s.lens == 1
-    o[first] = torch.where(alone[:, None, None], o1, 0)
-    states[torch.where(alone, kept[:, 0], 0)] = state1
-    for places, tokens, done in s.rounds:
-        is_token = tokens >= 0
-        at, exists = tokens.clamp(min=0), is_token[..., None]
-        o_chunk, state[places] = chunk(q[at], k[at], v[at], g[at] * exists, beta[at] * exists, state[places])
-        o[tokens[is_token]] = o_chunk[is_token]
-        for column in range(kept.shape[1]):  # the live slot, and marks
-            states[torch.where(s.counts[places, column] == done, kept[places, column], 0)] = state[places]
-    return o
-
 
 def chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """`delta_rule` of n chunks of L tokens each: q [n, L, H, k_dim], state [n, H, k_dim, v_dim] -> (o, state). Where g

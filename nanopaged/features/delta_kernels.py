@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from nanopaged import kernel, tiles
-from nanopaged.features.kinds.recurrent import EMPTY_ROW, StateSlots, Work
+from nanopaged.features.kinds.recurrent import StateSlots, Work
 from nanopaged.optional_triton import INTERPRETED, jit, launch_options, tl
 
 try:
@@ -84,8 +84,9 @@ def launches(out: Tensor, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, w: Any, 
     if work.num_decodes:
         yield partial(
             decode_kernel[(w.v_heads, work.num_decodes)], out, qkv, z, b, a, w.conv, w.A_log, w.dt_bias, w.norm, w.eps,
-            conv_state, state, *index, *source, slots.targets, qkv.stride(0), z.stride(0), b.stride(0), a.stride(0),
-            TARGETS=num_targets, num_warps=4, **sizes, **options)
+            conv_state, state, *index, slots.lens if slots.query_lens is None else slots.query_lens, *source,
+            slots.targets, slots.counts, qkv.stride(0), z.stride(0), b.stride(0), a.stride(0), TARGETS=num_targets,
+            MANY=slots.most > 1, num_warps=4, **sizes, **options)
     if work.chunks is None:
         return
     num_chunks, channels, make = len(work.chunks), qkv.shape[1], partial(torch.empty, dtype=qkv.dtype, device=z.device)
@@ -131,15 +132,15 @@ def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
     """For warmup.py: a sequence without tokens, and work lists without entries."""
     (taps, channels), (v_heads, k_dim, v_dim) = r.config.states["shapes"]
     make, ints = (partial(torch.zeros, dtype=dtype, device=r.device) for dtype in (r.dtype, torch.int32))
-    x, num_targets = make(2, channels + v_heads * v_dim + 2 * v_heads), len(EMPTY_ROW) // 2
+    x, num_targets = make(2, channels + v_heads * v_dim + 2 * v_heads), len(r.rows.empty) // 2
     qkv, z, b, a = x.split([channels, v_heads * v_dim, v_heads, v_heads], dim=1)
     w = SimpleNamespace(conv=make(channels, taps), A_log=make(v_heads), dt_bias=make(v_heads), norm=make(v_dim),
                         eps=1e-6, k_heads=(channels - v_heads * v_dim) // (2 * k_dim), v_heads=v_heads, k_dim=k_dim,
                         v_dim=v_dim)
     states = [torch.zeros(2, *shape, device=r.device) for shape in r.config.states["shapes"]]
     none = ints(1, 2) - 1
-    slots = StateSlots(ints(1), ints(1), ints(1), ints(1, len(EMPTY_ROW))[:, 0], ints(num_targets),
-                       ints(1, num_targets), work=Work(1, none, none, none))
+    slots = StateSlots(ints(1), ints(1), ints(1), ints(1, len(r.rows.empty))[:, 0], ints(num_targets),
+                       ints(1, num_targets), work=Work(1, none, none, none), most=1 + r.num_drafts)
     z = z.unflatten(1, (v_heads, v_dim))
     yield from launches(torch.empty_like(z), qkv, z, b, a, w, states, slots)
 
@@ -150,20 +151,21 @@ def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
 
 @jit
 def decode_kernel(out, qkv, z, b, a, conv_weight, A_log, dt_bias, norm_weight, eps, conv_state, state, query_start_loc,
-                  lens, num_computed, sources, source_row, targets, qkv_row, z_row, b_row, a_row, TARGETS: tl.constexpr,
-                  RING: tl.constexpr, K_HEADS: tl.constexpr, V_HEADS: tl.constexpr, K_DIM: tl.constexpr,
-                  V_DIM: tl.constexpr, PDL: tl.constexpr):
-    """Grid (v head, place). Places with more tokens, or with none, are left to others. The state is read once and
-    written once, and is in registers meanwhile; it and all else that no kernel of this step has written are loaded
-    before the wait."""
+                  lens, num_computed, query_lens, sources, source_row, targets, counts, qkv_row, z_row, b_row, a_row,
+                  TARGETS: tl.constexpr, MANY: tl.constexpr, RING: tl.constexpr, K_HEADS: tl.constexpr,
+                  V_HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, PDL: tl.constexpr):
+    """Grid (v head, place). Places that are computed in chunks, or have no tokens, are left to others. The state is
+    read once and written once, or after each token (MANY: a place may have drafts), and is in registers meanwhile. It
+    and all else that no kernel of this step has written are loaded before the wait."""
     CHANNELS: tl.constexpr = 2 * K_HEADS * K_DIM + V_HEADS * V_DIM
     GROUP: tl.constexpr = V_HEADS // K_HEADS
     SLOT: tl.constexpr = V_HEADS * K_DIM * V_DIM
     head, place = tl.program_id(0), tl.program_id(1)
-    if tl.load(lens + place) != 1:
+    num_tokens = tl.load(lens + place)
+    if (num_tokens < 1) | (tl.load(query_lens + place) != 1):
         kernel.wait_for_previous_kernel(PDL)
         return
-    token, position = tl.load(query_start_loc + place).to(tl.int64), tl.load(num_computed + place)
+    start, position = tl.load(query_start_loc + place).to(tl.int64), tl.load(num_computed + place)
     source = tl.load(sources + place * source_row).to(tl.int64)  # 64 bits: a pool may have more than 2^31 numbers
     target = tl.load(targets + place * TARGETS).to(tl.int64)
     dim, v_dim = tl.arange(0, K_DIM), tl.arange(0, V_DIM)
@@ -181,35 +183,46 @@ def decode_kernel(out, qkv, z, b, a, conv_weight, A_log, dt_bias, norm_weight, e
                   _input(ring, position - 1, v_at, RING, CHANNELS))
     A_log, dt_bias = tl.load(A_log + head).to(tl.float32), tl.load(dt_bias + head).to(tl.float32)
     norm = tl.load(norm_weight + v_dim).to(tl.float32)
-    kernel.wait_for_previous_kernel(PDL)
-    # All that is left is loaded together: no load moves ahead of a store.
-    row = qkv + token * qkv_row
-    xd, vd = tl.load(row + qk_at).to(tl.float32), tl.load(row + v_at).to(tl.float32)
-    b, a = tl.load(b + token * b_row + head), tl.load(a + token * a_row + head)
-    gate = tl.load(z + token * z_row + head * V_DIM + v_dim).to(tl.float32)
-    ring = conv_state + target * (RING * CHANNELS)
     is_first = head % GROUP == 0  # one program of the group keeps q and k
-    _keep_input(ring, position, qk_at, xd, is_first, RING, CHANNELS)
-    _keep_input(ring, position, v_at, vd, True, RING, CHANNELS)
-    if source != target:
-        _keep_input(ring, position - 2, qk_at, xb, is_first, RING, CHANNELS)
-        _keep_input(ring, position - 1, qk_at, xc, is_first, RING, CHANNELS)
-        _keep_input(ring, position - 2, v_at, vb, True, RING, CHANNELS)
-        _keep_input(ring, position - 1, v_at, vc, True, RING, CHANNELS)
-    x = _silu(w0 * xa + w1 * xb + w2 * xc + w3 * xd)
-    v = _silu(v0 * va + v1 * vb + v2 * vc + v3 * vd)
-    q, k = tl.split(x * (1.0 / tl.sqrt(tl.sum(x * x, 0) + NORM_EPS))[None, :])
-    q *= K_DIM ** -0.5
-    beta, g = _gates(b, a, A_log, dt_bias)
-    decay = _exp(g)
-    # What S answers to k and to q, before the update: two sums that do not wait for each other.
-    answer, old = tl.sum(s * k[:, None], 0) * decay, tl.sum(s * q[:, None], 0) * decay
-    new = beta * (v - answer)
-    o = old + tl.sum(q * k, 0) * new
-    tl.store(state + target * SLOT + inside, s * decay + k[:, None] * new[None, :])
-    scale = 1.0 / tl.sqrt(tl.sum(o * o, 0) / V_DIM + eps)
-    y = o * scale * norm * _silu(gate)
-    tl.store(out + (token * V_HEADS + head) * V_DIM + v_dim, y.to(out.dtype.element_ty))
+    kernel.wait_for_previous_kernel(PDL)
+    for t in range(num_tokens if MANY else 1):
+        # All that is left is loaded together: no load moves ahead of a store.
+        token = start + t
+        row = qkv + token * qkv_row
+        xd, vd = tl.load(row + qk_at).to(tl.float32), tl.load(row + v_at).to(tl.float32)
+        beta, g = _gates(tl.load(b + token * b_row + head), tl.load(a + token * a_row + head), A_log, dt_bias)
+        gate = tl.load(z + token * z_row + head * V_DIM + v_dim).to(tl.float32)
+        x = _silu(w0 * xa + w1 * xb + w2 * xc + w3 * xd)
+        v = _silu(v0 * va + v1 * vb + v2 * vc + v3 * vd)
+        xa, xb, xc, va, vb, vc = xb, xc, xd, vb, vc, vd
+        q, k = tl.split(x * (1.0 / tl.sqrt(tl.sum(x * x, 0) + NORM_EPS))[None, :])
+        q *= K_DIM ** -0.5
+        decay = _exp(g)
+        # What S answers to k and to q, before the update: two sums that do not wait for each other.
+        answer, old = tl.sum(s * k[:, None], 0) * decay, tl.sum(s * q[:, None], 0) * decay
+        new = beta * (v - answer)
+        o = old + tl.sum(q * k, 0) * new
+        s = s * decay + k[:, None] * new[None, :]
+        for column in tl.static_range(TARGETS if MANY else 1):
+            if MANY:
+                target = tl.load(targets + place * TARGETS + column).to(tl.int64)
+            if (tl.load(counts + place * TARGETS + column) == t + 1) if MANY else True:
+                tl.store(state + target * SLOT + inside, s)
+                ring = conv_state + target * (RING * CHANNELS)
+                _keep_inputs_of(ring, position + t, qk_at, xa, xb, xc, is_first, source != target, RING, CHANNELS)
+                _keep_inputs_of(ring, position + t, v_at, va, vb, vc, True, source != target, RING, CHANNELS)
+        scale = 1.0 / tl.sqrt(tl.sum(o * o, 0) / V_DIM + eps)
+        y = o * scale * norm * _silu(gate)
+        tl.store(out + (token * V_HEADS + head) * V_DIM + v_dim, y.to(out.dtype.element_ty))
+
+
+@jit
+def _keep_inputs_of(ring, position, channel, a, b, c, is_kept, is_other, RING: tl.constexpr, CHANNELS: tl.constexpr):
+    """The input c of this position, and in another slot than the source those before it."""
+    _keep_input(ring, position, channel, c, is_kept, RING, CHANNELS)
+    if is_other:
+        _keep_input(ring, position - 2, channel, a, is_kept, RING, CHANNELS)
+        _keep_input(ring, position - 1, channel, b, is_kept, RING, CHANNELS)
 
 
 @jit

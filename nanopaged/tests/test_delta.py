@@ -158,7 +158,7 @@ def step(given, weights, states, *parts):
     batch = SimpleNamespace(**dict.fromkeys(("positions", "slot_mapping", "block_tables", "logits_indices",
                                              "sampling_places", "metadata")), input_ids=torch.zeros(sum(lens)),
                             seq_lens=torch.tensor(ends, dtype=torch.int32), query_start_loc=starts)
-    slots = with_states(batch, rows, TAPS, rounds=rounds).states
+    slots = with_states(batch, rows, torch.arange(len(rows)), TAPS, rounds=rounds).states
     tokens = [torch.cat([one[start:end] for start, end, *_ in parts]) for one in given]
     return gated_delta(*tokens, weights, states, slots)
 

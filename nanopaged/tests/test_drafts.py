@@ -26,7 +26,7 @@ from nanopaged.tests.helpers import (
     tokens_of,
 )
 
-VARIANTS = sorted({path.parent.name for path in GOLDEN.glob("*/config.json")} - {*WITH_STATES})
+VARIANTS = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
 PROMPTS = [PROMPT[:n] + list(range(n)) for n in (3, 9, 15)] + [PROMPT * 2, [7]]
 SAMPLED = SamplingParams(temperature=0.9, seed=5, max_tokens=30, ignore_eos=True)
 
@@ -103,6 +103,20 @@ def test_outputs_do_not_depend_on_drafts(options, expected):
         assert run_all(drafting(method=method, **options), PROMPTS, params) == tokens_of(outputs)
 
 
+@pytest.mark.parametrize("options", [
+    dict(block_size=1, snapshot_memory=0.5), dict(block_size=4, num_blocks=18, lookahead=1, snapshot_memory=0.8),
+    dict(snapshot_memory=0), dict(max_num_batched_tokens=9, lookahead=1), dict(max_num_seqs=2)], ids=str)
+@pytest.mark.parametrize("model", WITH_STATES)
+def test_states_go_back_to_the_last_right_draft(model, options):
+    """Also from snapshots, after preemptions, and where few slots are left for drafts."""
+    outputs = load(model, device="cpu").generate(PROMPTS, SAMPLED, use_tqdm=False)
+    llm = drafting(model, knowing(outputs, 0.7), **options)
+    for _ in range(2):
+        assert run_all(llm, PROMPTS, SAMPLED) == tokens_of(outputs)
+    metrics, kind = llm.drafting.metrics, llm.scheduler.block_manager.kinds["states"]
+    assert 0 < metrics.num_accepted_tokens < metrics.num_draft_tokens and not any(kind.ref_counts)
+
+
 @pytest.mark.parametrize("options", [{}, dict(num_blocks=30, block_size=4, lookahead=1), dict(kv_cache_dtype="fp8")],
                          ids=str)
 def test_mixed_requests(options):
@@ -143,6 +157,17 @@ def test_replayed_steps(monkeypatch, options, expected):
     llm = drafting(method=knowing(expected[1], 0.8), graphs=True, device=DEVICE, max_num_seqs=8, **options)
     replayed = record_graphs(llm, monkeypatch)
     assert tokens_of(llm.generate(PROMPTS, SAMPLED, use_tqdm=False)) == tokens_of(expected[1])
+    assert any(shape.num_tiles == 0 and shape.num_seqs > 8 for shape in replayed)  # more rows than sequences
+
+
+@pytest.mark.parametrize("model", WITH_STATES)
+def test_replayed_steps_of_models_with_states(monkeypatch, model):
+    """A sequence's drafts are places of their own in attention, and one place elsewhere."""
+    from nanopaged.tests.test_graphs import record_graphs
+    outputs = load(model, device=DEVICE).generate(PROMPTS, SAMPLED, use_tqdm=False)
+    llm = drafting(model, knowing(outputs, 0.8), graphs=True, device=DEVICE, max_num_seqs=8, snapshot_memory=0.5)
+    replayed = record_graphs(llm, monkeypatch)
+    assert tokens_of(llm.generate(PROMPTS, SAMPLED, use_tqdm=False)) == tokens_of(outputs)
     assert any(shape.num_tiles == 0 and shape.num_seqs > 8 for shape in replayed)  # more rows than sequences
 
 

@@ -119,8 +119,7 @@ def test_over_an_fp8_cache():
 
 
 @pytest.mark.parametrize("option, word", [
-    (dict(tensor_parallel_size=2), "tensor_parallel_size"), (dict(swap_space=1), "swap_space"),
-    (dict(speculative_config={"num_speculative_tokens": 2}), "speculative_config")], ids=str)
+    (dict(tensor_parallel_size=2), "tensor_parallel_size"), (dict(swap_space=1), "swap_space")], ids=str)
 def test_options_without_states(option, word):
     assert word in complaint(load, "lfm2", device="cpu", **option)
 

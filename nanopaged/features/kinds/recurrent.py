@@ -8,6 +8,9 @@ the state before all tokens, which is zero. Behind them come the slots of `state
 are none. So the sizes do not change, and a step can be recorded. A batch row has the slots:
 
     row    source, live, position of a mark, its slot, position, slot
+
+With drafts (drafts.py) a sequence's last token and its drafts have a place each in the batch. They have the same row,
+and here they are one place with several tokens again. Its states are marks, too, so rows are longer.
 """
 import sys
 from dataclasses import dataclass, fields
@@ -25,12 +28,12 @@ from nanopaged.device.rows import Rows
 from nanopaged.device.runner import Runner, StepTensors
 from nanopaged.features.kinds import Kinds
 from nanopaged.features.kinds.states import MOST_MARKS, States
-from nanopaged.options import default_feature
+from nanopaged.options import default_feature, feature
 from nanopaged.weights.build import memory_for
 
+Rule = Callable[..., tuple[Tensor, Tensor]]  # see `scan`
 STATES = "states"  # the kind's name
 NOBODYS, ZERO, FIRST = 0, 1, 2  # slots on the device; FIRST + states.NONE is ZERO
-EMPTY_ROW = [ZERO, NOBODYS] + [0, NOBODYS] * MOST_MARKS
 MOST_CHUNKED = 64  # sequences with several tokens that a recorded step has room for
 MOST_FEW = 4  # see Work
 
@@ -42,14 +45,15 @@ MOST_FEW = 4  # see Work
 class StatesPool(Pool):
     """The blocks of the layers with attention, and the slots of the others.
 
-    shapes: of the states of a layer; has_state: for each layer; num_texts: that run at once, at most; share: of the
-    memory beside their slots, for snapshots
+    shapes: of the states of a layer; has_state: for each layer; num_texts: that run at once, at most; num_drafts: slots
+    that at least are left for these; share: of the memory beside such slots, for snapshots
     """
 
-    def __init__(self, shapes: list[tuple[int, ...]], has_state: list[bool], num_texts: int, share: float,
-                 block_shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device):
+    def __init__(self, shapes: list[tuple[int, ...]], has_state: list[bool], num_texts: int, num_drafts: int,
+                 share: float, block_shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device):
         super().__init__(has_state.count(False), block_shape, dtype, device)
-        self.shapes, self.has_state, self.num_texts, self.share = shapes, has_state, num_texts, share
+        self.shapes, self.has_state, self.share = shapes, has_state, share
+        self.num_texts, self.num_drafts = num_texts, num_drafts
 
     @property
     def slot_bytes(self) -> int:
@@ -58,11 +62,12 @@ class StatesPool(Pool):
     def num_blocks_in(self, memory: int) -> int:
         """Live slots come first. But they take half of the memory at most: fewer texts run at once then."""
         self.num_texts = max(1, min(self.num_texts, memory // 2 // self.slot_bytes))
-        return int((memory - self.num_texts * self.slot_bytes) * (1 - self.share)) // self.block_bytes
+        left = max(0, memory - (self.num_texts + self.num_drafts) * self.slot_bytes)
+        return int(left * (1 - self.share)) // self.block_bytes
 
     def num_slots(self, num_blocks: int) -> int:
         snapshots = int(num_blocks * self.block_bytes * self.share / (1 - self.share)) // self.slot_bytes
-        return self.num_texts + (max(snapshots, 1 + MOST_MARKS) if self.share else 0)
+        return self.num_texts + self.num_drafts + (max(snapshots, 1 + MOST_MARKS) if self.share else 0)
 
     def allocate(self, num_blocks: int) -> Any:
         """Each layer's cache: K and V, or its states."""
@@ -83,24 +88,26 @@ class StatesPool(Pool):
 # --------------------------------------------------------------------------------------------------
 
 class StatesRows(Rows):
-    def __init__(self, num_seqs: int, max_blocks: int, device: torch.device):
+    """num_drafts: of a sequence, at most"""
+
+    def __init__(self, num_seqs: int, max_blocks: int, device: torch.device, num_drafts: int = 0):
         super().__init__(num_seqs, max_blocks, device)
-        self.slots = torch.tensor(EMPTY_ROW, dtype=torch.int32, device=device).repeat(num_seqs + 1, 1)
+        self.empty = [ZERO, NOBODYS] + [0, NOBODYS] * (MOST_MARKS + num_drafts)
+        self.slots = torch.tensor(self.empty, dtype=torch.int32, device=device).repeat(num_seqs + 1, 1)
 
     def send(self, seqs: list[Any]) -> None:
         super().send(seqs)
-        new = [seq for seq in seqs if not seq.parts[STATES].is_sent]
+        new = [seq for seq in dict.fromkeys(seqs) if not seq.parts[STATES].is_sent]
         if new:
             entries = [number for seq in new for number in self._row(seq.parts[STATES])]
             where, what = transfer.send(self.device, [[seq.row for seq in new], entries])
-            self.slots[where] = what.view(-1, len(EMPTY_ROW))
+            self.slots[where] = what.view(-1, len(self.empty))
 
-    @staticmethod
-    def _row(part: Any) -> list[int]:
+    def _row(self, part: Any) -> list[int]:
         part.is_sent, row = True, [*part.row]
         for i in (0, *range(1, len(row), 2)):  # slots
             row[i] += FIRST
-        return row + EMPTY_ROW[len(row):]
+        return row + self.empty[len(row):]
 
 
 class Work(NamedTuple):
@@ -120,7 +127,7 @@ class Work(NamedTuple):
 class StateSlots(NamedTuple):
     """What layers with states read of a batch. Sequence i brings the tokens first[i] to first[i] + lens[i] - 1."""
     first: Tensor  # [N]
-    lens: Tensor  # [N]
+    lens: Tensor  # [N] 0 at the places of drafts, whose tokens the place before them has
     num_computed: Tensor  # [N] the sequence's tokens before this step
     sources: Tensor  # [N] slots
     targets: Tensor  # [N * W] slots: of each sequence the live one, and marks
@@ -130,6 +137,8 @@ class StateSlots(NamedTuple):
     last_inputs: Tensor | None = None  # [N * W, length - 1] those that targets keep
     kernels: Any = None  # the module with the layers' kernels, if they are used
     work: Work | None = None
+    most: int = 1  # tokens that a place computes one after the other, at most
+    query_lens: Tensor | None = None  # [N] of attention: 1 at places whose tokens are; None: as lens
 
 
 @dataclass
@@ -184,16 +193,29 @@ def make_work(query_lens: list[int], seq_lens: list[int], chunk: int) -> tuple[l
     return (chunks, [], lists) if is_few else (chunks, lists, [])
 
 
-def with_states(batch: model.Batch, rows: Tensor, length: int, **plan: Any) -> StatesBatch:
-    """rows: of the sequences, as EMPTY_ROW; length: tokens of a convolution in torch, or 0"""
-    first, lens = batch.query_start_loc[:-1], batch.query_start_loc.diff()
-    num_computed = batch.seq_lens - lens
-    marked = (rows[:, 2::2] - num_computed[:, None]).clamp(min=0)
-    slots = StateSlots(first, lens, num_computed, rows[:, 0], rows[:, 1::2].flatten(),
-                       torch.cat([lens[:, None], marked], 1), **plan)
+def with_states(batch: model.Batch, rows: Tensor, places: Tensor, length: int, **plan: Any) -> StatesBatch:
+    """rows: as StatesRows.slots; places: each sequence's row there; length: tokens of a convolution in torch, or 0;
+    plan: more of StateSlots"""
+    first, lens, rows = batch.query_start_loc[:-1], batch.query_start_loc.diff(), rows.index_select(0, places)
+    num_computed, targets = batch.seq_lens - lens, rows[:, 1::2]
+    if plan.get("most", 1) > 1:
+        plan["query_lens"] = lens
+        first, lens = join_drafts(places, first, lens)
+        targets = torch.where(lens[:, None] > 0, targets, NOBODYS)
+    marked = (rows[:, 2::2] - num_computed[:, None]).clamp(min=0) * (lens > 0)[:, None]
+    slots = StateSlots(first, lens, num_computed, rows[:, 0], targets.flatten(), torch.cat([lens[:, None], marked], 1),
+                       **plan)
     if length:
         slots = with_inputs(slots, batch, length)
     return StatesBatch(*(getattr(batch, one.name) for one in fields(model.Batch)), slots)
+
+
+def join_drafts(places: Tensor, first: Tensor, lens: Tensor) -> tuple[Tensor, Tensor]:
+    """Of neighbours with the same row the first one has all tokens. The others have none, and begin behind these."""
+    is_head = F.pad(places[1:] != places[:-1], (1, 0), value=True)
+    group, none = is_head.cumsum(0) - 1, torch.zeros_like(lens)
+    total, start = (none.index_add(0, group, one)[group] for one in (lens, first * is_head))
+    return torch.where(is_head, first, start + total), total * is_head
 
 
 def with_inputs(slots: StateSlots, batch: model.Batch, length: int) -> StateSlots:
@@ -201,7 +223,7 @@ def with_inputs(slots: StateSlots, batch: model.Batch, length: int) -> StateSlot
     first, lens, counts = slots.first, slots.lens, slots.counts
     token = torch.arange(len(batch.input_ids), dtype=torch.int32, device=first.device)
     # The last place takes the padding behind its tokens.
-    place = torch.bucketize(token, batch.query_start_loc[1:], right=True, out_int32=True).clamp(max=len(lens) - 1)
+    place = torch.bucketize(token, first + lens, right=True, out_int32=True).clamp(max=len(lens) - 1)
     back = torch.arange(length - 1, -1, -1, dtype=torch.int32, device=first.device)  # tokens before another one
 
     def inputs(place: Tensor, index: Tensor) -> Tensor:
@@ -224,6 +246,37 @@ def convolve(u: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, s: 
     return o if bias is None else o + bias
 
 
+def scan(rule: Rule, chunk: Rule, inputs: tuple[Tensor, ...], gates: tuple[Tensor, ...], states: Tensor,
+         s: StateSlots) -> Tensor:
+    """A recurrence over all tokens of a step: inputs and gates [T, ..] -> y [T, ..]. states [slots, ..]
+
+    rule: a token of each of N texts, (*inputs, *gates, state [N, ..]) -> (y [N, ..], state); chunk: L tokens of each of
+    n, [n, L, ..]. Where gates are 0 is no token."""
+    state, most = states.index_select(0, s.sources), len(inputs[0]) - 1
+    kept = s.targets.view(len(state), -1)
+    # First the tokens that places compute one after the other; those of chunks begin anew below.
+    y, alone = inputs[0].new_empty(0), (s.lens if s.query_lens is None else s.query_lens) == 1
+    for t in range(s.most):
+        at, goes = (s.first + t).clamp(max=most), alone & (s.lens > t)
+        y_t, new = rule(*(one.index_select(0, at) for one in (*inputs, *gates)), state)
+        if s.most == 1 and not s.rounds:  # decode: a sequence for each token
+            states[kept[:, 0]] = new
+            return y_t
+        y = y if t else y_t.new_zeros(most + 2, *y_t.shape[1:])  # the last row takes what is no token
+        y[torch.where(goes, at, most + 1)] = y_t
+        state = torch.where(goes.view(-1, *[1] * (state.dim() - 1)), new, state)
+        for column in range(kept.shape[1] if s.most > 1 else 1):
+            states[torch.where(goes & (s.counts[:, column] == t + 1), kept[:, column], NOBODYS)] = state
+    for places, tokens, done in s.rounds:
+        is_token, at = tokens >= 0, tokens.clamp(min=0)
+        masked = (one[at] * is_token.view(*is_token.shape, *[1] * (one.dim() - 1)) for one in gates)
+        y_chunk, state[places] = chunk(*(one[at] for one in inputs), *masked, state[places])
+        y[tokens[is_token]] = y_chunk[is_token]
+        for column in range(kept.shape[1]):  # the live slot, and marks
+            states[torch.where(s.counts[places, column] == done, kept[places, column], NOBODYS)] = state[places]
+    return y[:-1]
+
+
 class StatesRunner(Runner):
     rows: StatesRows
     pool: StatesPool
@@ -234,14 +287,23 @@ class StatesRunner(Runner):
         super().__init__(*args, **options)
         c, pool = self.config, self.pool
         self.pool = StatesPool(c.states["shapes"], [layer in c.states["layers"] for layer in range(c.num_layers)],
-                               self.max_num_seqs, self.options.enable_prefix_caching * self.options.snapshot_memory,
+                               self.max_num_seqs, self.num_drafts,
+                               self.options.enable_prefix_caching * self.options.snapshot_memory,
                                pool.block_shape, pool.dtype, pool.device)
         if "kernels" in c.states and self.modules.norm is not model.PLAIN.norm:  # features/fused.py
             module = default_feature(c.states["kernels"], "a recurrence in plain torch, which is slower,")
             self.state_kernels = module if module and module.fits(c.states["shapes"], self.device) else None
 
     def _make_rows(self) -> Rows:
-        return StatesRows(self.max_num_seqs, engine.cdiv(self.max_model_len, self.block_size), self.device)
+        max_blocks = engine.cdiv(self.max_model_len, self.block_size)
+        return StatesRows(self.max_num_seqs, max_blocks, self.device, self.num_drafts)
+
+    @property
+    def num_drafts(self) -> int:
+        """Of a sequence, at most."""
+        config = self.options.speculative_config
+        drafts = config and feature("drafts", "speculative_config")
+        return drafts.Drafting(config, self.config.vocab_size).num_tokens if drafts else 0
 
     def metadata(self, query_lens: list[int], seq_lens: list[int]) -> model.AttentionMetadata:
         """The chunks of the step are planned on the host, which knows the lengths."""
@@ -266,7 +328,7 @@ class StatesRunner(Runner):
             plan = dict(rounds=[(places, tokens.view(-1, chunk), done)
                                 for places, tokens, done in zip(*[sent_plan] * 3)])
         batch = super().make_batch(sent, logits_indices, sampling_places, metadata)
-        return with_states(batch, self.rows.slots.index_select(0, sent.rows), length, **plan)
+        return with_states(batch, self.rows.slots, sent.rows, length, most=1 + self.num_drafts, **plan)
 
     # ---- Recorded steps (graphs.py). Work lists of kernels stand behind that of attention
 
@@ -373,9 +435,6 @@ def check(options: Any) -> None:
     if options.tensor_parallel_size > 1:
         raise ValueError("tensor_parallel_size cuts attention into heads, and a model with recurrent states has other "
                          "layers, too; use data_parallel_size, or one GPU")
-    if options.speculative_config is not None:
-        raise ValueError("speculative_config takes back drafts that were wrong, and a recurrent state cannot go back; "
-                         "leave speculative_config out")
     if options.swap_space:
         raise ValueError("swap_space moves K and V to the host, and the recurrent states of this model would be lost; "
                          "leave swap_space out")

@@ -38,9 +38,9 @@ for the block's key (StatePart.waiting), and is lost if the text ends first.
 **Room.** Live slots come first. A text is admitted if it gets one, and nothing else here makes a text wait, or takes
 its place: a snapshot is kept if a slot is free that no text has yet to get. Without snapshots texts start over.
 
-**Drafts** (drafts.py) may turn out to be wrong, and a state cannot go back. A step with drafts therefore keeps the state
-after each of its tokens, in slots that no text has yet to get. Once the drafts are decided, the state after the last
-right one is the source of the next step, and its slot the live one. The other slots are free again:
+**Drafts** (drafts.py) may turn out to be wrong, and a state cannot go back. A step with drafts therefore keeps the
+state after each of its tokens, in slots that no text has yet to get. Once the drafts are decided, the state after the
+last right one is the source of the next step, and its slot the live one. The other slots are free again:
 
     tokens      source    live    the states after 20, 21, 22 and 23 tokens
     19          3         3       in slots 3, 4, 5, 6: the tokens at 20, 21 and 22 are drafts
