@@ -1,7 +1,7 @@
 """Gated delta nets in an engine: the texts of transformers, chunks and their bits, states in rings."""
 import json
 import re
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 from nanopaged import LLM, SamplingParams
 from nanopaged.features import fused, graphs, qwen3_5
 from nanopaged.features.delta import Weights, chunk, delta_rule, gated_delta
-from nanopaged.features.kinds.recurrent import make_rounds, with_states
+from nanopaged.features.kinds.recurrent import Work, make_rounds, with_states
 from nanopaged.tests.helpers import (
     DEVICE,
     GOLDEN,
@@ -272,3 +272,29 @@ def test_types_of_parameters():
 def test_what_a_config_cannot_say(change):
     hf = json.loads((GOLDEN / "qwen3-next" / "config.json").read_text())
     assert any(word in complaint(families.read_model_config, hf | change) for word in ("config.json", "Qwen3.5"))
+
+
+@needs_kernel
+def test_the_kernel_of_decode_keeps_the_state_after_each_draft():
+    """A place with a draft of two tokens, the places of these, and a place without: as in plain torch."""
+    from nanopaged.features import delta_kernels
+    sizes = dict(k_heads=1, v_heads=2, k_dim=16, v_dim=32)
+    channels, generator = 96, torch.Generator().manual_seed(0)
+    shapes = (channels, 4), (2,), (2,), (32,), (4, channels), (4, 2, 32), (4, 2), (4, 2)
+    conv, A_log, dt_bias, norm, qkv, z, b, a, *states = (torch.randn(one, generator=generator).to(DEVICE) for one in (
+        *shapes, (12, 4, channels), (12, 2, 16, 32)))
+    weights = Weights(conv, A_log, dt_bias, norm, 1e-6, *sizes.values(), 4)
+    rows = [[3, 6, 0, 0, 0, 0, 9, 3, 10, 5], [7, 8, 0, 0, 0, 0, 0, 0, 0, 0]]  # after 9 tokens in 3, 10 in 5, 11 in 6
+    rows, ints = torch.tensor(rows, dtype=torch.int32, device=DEVICE), partial(
+        torch.tensor, dtype=torch.int32, device=DEVICE)
+    batch = SimpleNamespace(**dict.fromkeys(("positions", "slot_mapping", "block_tables", "logits_indices",
+                                             "sampling_places", "metadata")), input_ids=torch.zeros(4, device=DEVICE),
+                            seq_lens=ints([9, 10, 11, 3]), query_start_loc=ints([0, 1, 2, 3, 4]))
+    places, copies = ints([0, 0, 0, 1]), [one.clone() for one in states]
+    expected = gated_delta(qkv, z, b, a, weights, states, with_states(batch, rows, places, 4, most=3).states)
+    slots = with_states(batch, rows, places, 0, most=3, work=Work(4)).states
+    assert slots.lens.tolist() == [3, 0, 0, 1] and slots.first.tolist() == [0, 3, 3, 3]
+    found = delta_kernels.gated_delta(qkv, z, b, a, weights, copies, slots)
+    assert relative_error(found, expected) < 1e-5
+    for ours, theirs in zip(copies, states):
+        torch.testing.assert_close(ours[3:], theirs[3:], rtol=1e-4, atol=1e-4)
