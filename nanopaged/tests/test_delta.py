@@ -12,6 +12,7 @@ from nanopaged.features import fused, graphs, qwen3_5
 from nanopaged.features.delta import Weights, chunk, delta_rule, gated_delta
 from nanopaged.features.kinds.recurrent import make_rounds, with_states
 from nanopaged.tests.helpers import (
+    CUDA,
     DEVICE,
     GOLDEN,
     GREEDY,
@@ -118,6 +119,16 @@ def test_the_fused_modules(variant, monkeypatch):
         monkeypatch.setattr(*patch)
     use_modules(llm, fused.MODULES)
     assert_golden(llm, variant, times=2)
+
+
+@needs_kernel
+@needs("delta_kernels")
+def test_the_kernels_in_an_engine():
+    """Steps of several sequences, with chunks and without."""
+    from nanopaged.features import delta_kernels
+    llm = load("qwen3.5", attention="triton", enforce_eager=True)
+    llm.runner.state_kernels = delta_kernels
+    assert_golden(llm, "qwen3.5", **{} if CUDA else dict(prompts=slice(2), num_tokens=3))
 
 
 @needs_kernel
