@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from nanopaged import kernel, tiles
-from nanopaged.features.kinds.recurrent import EMPTY_ROW, StateSlots, Work
+from nanopaged.features.kinds.recurrent import EMPTY_ROW, StateSlots, Work, state_slots
 from nanopaged.optional_triton import INTERPRETED, jit, launch_options, tl
 
 try:
@@ -79,12 +79,13 @@ def launches(out: Tensor, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, w: Any, 
              slots: StateSlots) -> Iterator[Callable[[], Any]]:
     work, (conv_state, state), num_targets = slots.work, states, len(slots.targets) // len(slots.lens)
     index, source = (slots.first, slots.lens, slots.num_computed), (slots.sources, slots.sources.stride(0))
+    target = slots.targets, slots.targets.stride(0)  # both are columns of the batch rows
     sizes = dict(RING=conv_state.shape[1], K_HEADS=w.k_heads, V_HEADS=w.v_heads, K_DIM=w.k_dim, V_DIM=w.v_dim)
     options = launch_options(qkv.device)
     if work.num_decodes:
         yield partial(
             decode_kernel[(w.v_heads, work.num_decodes)], out, qkv, z, b, a, w.conv, w.A_log, w.dt_bias, w.norm, w.eps,
-            conv_state, state, *index, *source, slots.targets, qkv.stride(0), z.stride(0), b.stride(0), a.stride(0),
+            conv_state, state, *index, *source, *target, qkv.stride(0), z.stride(0), b.stride(0), a.stride(0),
             TARGETS=num_targets, num_warps=4, **sizes, **options)
     if work.chunks is None:
         return
@@ -104,7 +105,7 @@ def launches(out: Tensor, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, w: Any, 
         form = scan_form(min(columns, w.v_dim), qkv.dtype, tiles.shared_memory(qkv.device))
         yield partial(
             scan_kernel[(w.v_heads * w.v_dim // form["TILE"], len(sequences))], out, *made, qkv, conv_state, state,
-            *index, *source, slots.targets, slots.counts, sequences, qkv.stride(0), TARGETS=num_targets, CHUNK=CHUNK,
+            *index, *source, *target, slots.counts, sequences, qkv.stride(0), TARGETS=num_targets, CHUNK=CHUNK,
             **form, **sizes, **options)
     yield partial(
         norm_kernel[(CHUNK, num_chunks)], out, z, w.norm, w.eps, *index, work.chunks, z.stride(0), CHUNK=CHUNK,
@@ -129,19 +130,18 @@ def scan_form(columns: int, dtype: torch.dtype, shared_memory: int) -> dict[str,
 
 def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
     """For warmup.py: a sequence without tokens, and work lists without entries."""
-    (taps, channels), (v_heads, k_dim, v_dim) = r.config.states["shapes"]
-    make, ints = (partial(torch.zeros, dtype=dtype, device=r.device) for dtype in (r.dtype, torch.int32))
-    x, num_targets = make(2, channels + v_heads * v_dim + 2 * v_heads), len(EMPTY_ROW) // 2
+    (taps, channels), (v_heads, k_dim, v_dim) = shapes = r.config.states["shapes"]
+    make = partial(torch.zeros, device=r.device)
+    ints = partial(make, dtype=torch.int32)
+    x = make(2, channels + v_heads * v_dim + 2 * v_heads, dtype=r.dtype)
     qkv, z, b, a = x.split([channels, v_heads * v_dim, v_heads, v_heads], dim=1)
-    w = SimpleNamespace(conv=make(channels, taps), A_log=make(v_heads), dt_bias=make(v_heads), norm=make(v_dim),
-                        eps=1e-6, k_heads=(channels - v_heads * v_dim) // (2 * k_dim), v_heads=v_heads, k_dim=k_dim,
-                        v_dim=v_dim)
-    states = [torch.zeros(2, *shape, device=r.device) for shape in r.config.states["shapes"]]
-    none = ints(1, 2) - 1
-    slots = StateSlots(ints(1), ints(1), ints(1), ints(1, len(EMPTY_ROW))[:, 0], ints(num_targets),
-                       ints(1, num_targets), work=Work(1, none, none, none))
-    z = z.unflatten(1, (v_heads, v_dim))
-    yield from launches(torch.empty_like(z), qkv, z, b, a, w, states, slots)
+    z, none = z.unflatten(1, (v_heads, v_dim)), ints(1, 2) - 1
+    w = SimpleNamespace(
+        conv=make(channels, taps, dtype=r.dtype), A_log=make(v_heads), dt_bias=make(v_heads), norm=make(v_dim),
+        eps=r.config.norm_eps, v_heads=v_heads, k_dim=k_dim, v_dim=v_dim,
+        k_heads=(channels - v_heads * v_dim) // (2 * k_dim))
+    slots = state_slots(ints(2), ints(1), ints(1, len(EMPTY_ROW)), work=Work(1, none, none, none))
+    yield from launches(torch.empty_like(z), qkv, z, b, a, w, [make(2, *shape) for shape in shapes], slots)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -150,9 +150,9 @@ def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
 
 @jit
 def decode_kernel(out, qkv, z, b, a, conv_weight, A_log, dt_bias, norm_weight, eps, conv_state, state, query_start_loc,
-                  lens, num_computed, sources, source_row, targets, qkv_row, z_row, b_row, a_row, TARGETS: tl.constexpr,
-                  RING: tl.constexpr, K_HEADS: tl.constexpr, V_HEADS: tl.constexpr, K_DIM: tl.constexpr,
-                  V_DIM: tl.constexpr, PDL: tl.constexpr):
+                  lens, num_computed, sources, source_row, targets, target_row, qkv_row, z_row, b_row, a_row,
+                  TARGETS: tl.constexpr, RING: tl.constexpr, K_HEADS: tl.constexpr, V_HEADS: tl.constexpr,
+                  K_DIM: tl.constexpr, V_DIM: tl.constexpr, PDL: tl.constexpr):
     """Grid (v head, place). Places with more tokens, or with none, are left to others. The state is read once and
     written once, and is in registers meanwhile; it and all else that no kernel of this step has written are loaded
     before the wait."""
@@ -165,7 +165,7 @@ def decode_kernel(out, qkv, z, b, a, conv_weight, A_log, dt_bias, norm_weight, e
         return
     token, position = tl.load(query_start_loc + place).to(tl.int64), tl.load(num_computed + place)
     source = tl.load(sources + place * source_row).to(tl.int64)  # 64 bits: a pool may have more than 2^31 numbers
-    target = tl.load(targets + place * TARGETS).to(tl.int64)
+    target = tl.load(targets + place * TARGETS * target_row).to(tl.int64)
     dim, v_dim = tl.arange(0, K_DIM), tl.arange(0, V_DIM)
     inside = head * K_DIM * V_DIM + dim[:, None] * V_DIM + v_dim[None, :]
     s = tl.load(state + source * SLOT + inside, mask=dim[:, None] < tl.where(position > 0, K_DIM, 0), other=0.0)
@@ -403,12 +403,11 @@ def _join_blocks(d, a, i, j, SIZE: tl.constexpr, PRECISION: tl.constexpr):
 
 @jit
 def scan_kernel(out, q, k, w, u, p, total, qkv, conv_state, state, query_start_loc, lens, num_computed, sources,
-                source_row, targets, counts, work, qkv_row, TARGETS: tl.constexpr, CHUNK: tl.constexpr,
+                source_row, targets, target_row, counts, work, qkv_row, TARGETS: tl.constexpr, CHUNK: tl.constexpr,
                 TILE: tl.constexpr, PRECISION: tl.constexpr, RING: tl.constexpr, K_HEADS: tl.constexpr,
                 V_HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, PDL: tl.constexpr):
     """Grid (v head and TILE of its columns, place). The state is transposed here, s [TILE, K_DIM]: s and the rows of
     `new` are then left factors, which tensor cores take from registers. All right factors are in memory."""
-    CHANNELS: tl.constexpr = 2 * K_HEADS * K_DIM + V_HEADS * V_DIM
     TILES: tl.constexpr = V_DIM // TILE
     GROUP: tl.constexpr = V_HEADS // K_HEADS
     SLOT: tl.constexpr = V_HEADS * K_DIM * V_DIM
@@ -427,7 +426,7 @@ def scan_kernel(out, q, k, w, u, p, total, qkv, conv_state, state, query_start_l
     chunk, done = position // CHUNK, 0
     for i in range(TARGETS):  # up to each mark, then up to the end
         at = place * TARGETS + (i + 1) % TARGETS
-        count, target = tl.load(counts + at), tl.load(targets + at).to(tl.int64)
+        count, target = tl.load(counts + at), tl.load(targets + at * target_row).to(tl.int64)
         num_chunks = tl.where(count > 0, tl.cdiv(position + count, CHUNK) - chunk, 0)
         for c in range(done, num_chunks):
             of_k, of_v = (entry + c) * K_HEADS + head // GROUP, (entry + c) * V_HEADS + head

@@ -10,8 +10,9 @@ are none. So the sizes do not change, and a step can be recorded. A batch row ha
     row    source, live, position of a mark, its slot, position, slot
 """
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, Callable, NamedTuple
 
 import torch
@@ -109,7 +110,7 @@ class Work(NamedTuple):
 
         chunks    (sequence, number of the chunk in its text); those of a sequence one after another
         many      (sequence, its first entry of chunks), most chunks first
-        few       the same of a step in which one sequence has most of the chunks. `many` is empty then
+        few       the same in a step in which one sequence has most of the chunks. `many` is empty then
     """
     num_decodes: int  # the sequences with one token are among the first ones, so many
     chunks: Tensor | None = None
@@ -179,29 +180,41 @@ def make_work(query_lens: list[int], seq_lens: list[int], chunk: int) -> tuple[l
             chunks += [[place, number] for number in numbers]
     sequences.sort()
     lists = [[place, entry] for _, place, entry in sequences]
-    # A state is cut into more parts then. They take 0.6 of the time if others leave the card idle, and 1.6 if not.
+    # More programs share a state then. (In delta_kernels.py they take 0.6 of the time for one long sequence, and
+    # longer than few programs where there are many sequences.)
     is_few = bool(lists) and len(lists) <= MOST_FEW and len(chunks) < -1.5 * sequences[0][0]
     return (chunks, [], lists) if is_few else (chunks, lists, [])
 
 
-def with_states(batch: model.Batch, rows: Tensor, length: int, **plan: Any) -> StatesBatch:
-    """rows: of the sequences, as EMPTY_ROW; length: tokens of a convolution in torch, or 0"""
-    first, lens = batch.query_start_loc[:-1], batch.query_start_loc.diff()
-    num_computed = batch.seq_lens - lens
+def pad_lists(lists: Iterable[list[list[int]]], layout: list[int]) -> Tensor:
+    """Lists of pairs one behind another, [n, 2] int32 on the host; each is padded with -1 to its length in the layout.
+    """
+    parts = [part + [[-1, -1]] * (length - len(part)) for part, length in zip(lists, layout, strict=True)]
+    return torch.tensor([*chain(*parts)], dtype=torch.int32).view(-1, 2)
+
+
+def state_slots(query_start_loc: Tensor, seq_lens: Tensor, rows: Tensor, **plan: Any) -> StateSlots:
+    """rows: of the sequences, as EMPTY_ROW; plan: rounds, or kernels and work"""
+    lens = query_start_loc.diff()
+    num_computed = seq_lens - lens
     marked = (rows[:, 2::2] - num_computed[:, None]).clamp(min=0)
-    slots = StateSlots(first, lens, num_computed, rows[:, 0], rows[:, 1::2].flatten(),
-                       torch.cat([lens[:, None], marked], 1), **plan)
-    if length:
-        slots = with_inputs(slots, batch, length)
+    return StateSlots(query_start_loc[:-1], lens, num_computed, rows[:, 0], rows[:, 1::2].flatten(),
+                      torch.cat([lens[:, None], marked], 1), **plan)
+
+
+def with_states(batch: model.Batch, rows: Tensor, length: int, **plan: Any) -> StatesBatch:
+    """length: tokens of a convolution in torch, or 0"""
+    slots = state_slots(batch.query_start_loc, batch.seq_lens, rows, **plan)
+    slots = with_inputs(slots, len(batch.input_ids), length) if length else slots
     return StatesBatch(*(getattr(batch, one.name) for one in fields(model.Batch)), slots)
 
 
-def with_inputs(slots: StateSlots, batch: model.Batch, length: int) -> StateSlots:
+def with_inputs(slots: StateSlots, num_tokens: int, length: int) -> StateSlots:
     """The same with what a convolution reads that is computed in torch."""
     first, lens, counts = slots.first, slots.lens, slots.counts
-    token = torch.arange(len(batch.input_ids), dtype=torch.int32, device=first.device)
+    token = torch.arange(num_tokens, dtype=torch.int32, device=first.device)
     # The last place takes the padding behind its tokens.
-    place = torch.bucketize(token, batch.query_start_loc[1:], right=True, out_int32=True).clamp(max=len(lens) - 1)
+    place = torch.bucketize(token, first + lens, right=True, out_int32=True).clamp(max=len(lens) - 1)
     back = torch.arange(length - 1, -1, -1, dtype=torch.int32, device=first.device)  # tokens before another one
 
     def inputs(place: Tensor, index: Tensor) -> Tensor:
@@ -238,7 +251,8 @@ class StatesRunner(Runner):
                                pool.block_shape, pool.dtype, pool.device)
         if "kernels" in c.states and self.modules.norm is not model.PLAIN.norm:  # features/fused.py
             module = default_feature(c.states["kernels"], "a recurrence in plain torch, which is slower,")
-            self.state_kernels = module if module and module.fits(c.states["shapes"], self.device) else None
+            is_able = module and module.fits(c.states["shapes"], self.dtype, self.device)
+            self.state_kernels = module if is_able else None
 
     def _make_rows(self) -> Rows:
         return StatesRows(self.max_num_seqs, engine.cdiv(self.max_model_len, self.block_size), self.device)
@@ -296,9 +310,8 @@ class StatesRunner(Runner):
         chunk = self.config.states["unit"]
         work = make_work(query_lens, seq_lens, chunk)
         room = max(num_chunked(num_tokens, num_seqs), self.num_needed(work, num_tokens))
-        layout = super().num_query_tiles(num_tokens, num_seqs), *work_layout(num_tokens, room, chunk)
-        lists = [part + [[-1, -1]] * (length - len(part)) for part, length in zip([tiles.tolist(), *work], layout)]
-        return torch.tensor([entry for one in lists for entry in one], dtype=torch.int32)
+        layout = [super().num_query_tiles(num_tokens, num_seqs), *work_layout(num_tokens, room, chunk)]
+        return pad_lists([tiles.tolist(), *work], layout)
 
     def num_needed(self, work: tuple[list[list[int]], ...], num_tokens: int) -> int:
         """The room, in sequences with several tokens, that a step of num_tokens tokens must have for these lists."""
