@@ -70,6 +70,15 @@ SHAPES["gpt-oss-20b"] = dict(
     num_local_experts=32, num_experts_per_tok=4, sliding_window=128, max_position_embeddings=131072,
     rms_norm_eps=1e-5, quantization_config={"quant_method": "mxfp4"}, torch_dtype="bfloat16")
 SHAPES["gpt-oss, 16 bits"] = SHAPES["gpt-oss-20b"] | dict(quantization_config=None)
+# Gated delta nets in three of four layers: the text model of Qwen3.5-35B-A3B, in Qwen3-Next's form, and of Qwen3.5-9B.
+SHAPES["35B-A3B"] = dict(
+    architectures=["Qwen3NextForCausalLM"], model_type="qwen3_next", vocab_size=248320, hidden_size=2048,
+    num_hidden_layers=40, num_attention_heads=16, num_key_value_heads=2, head_dim=256, linear_num_key_heads=16,
+    linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128, num_experts=256,
+    num_experts_per_tok=8, moe_intermediate_size=512, shared_expert_intermediate_size=512, norm_topk_prob=True,
+    partial_rotary_factor=0.25, rope_theta=1e7, max_position_embeddings=262144, torch_dtype="bfloat16")
+SHAPES["Qwen3.5-9B"] = SHAPES["35B-A3B"] | dict(zip(SIZES, (4096, 32, 16, 12288, False))) | dict(
+    architectures=["Qwen3_5ForCausalLM"], model_type="qwen3_5_text", num_key_value_heads=4)
 VLLM = {  # for rows of this file: vLLM 0.26.0 on an H200, 2026-11-22
     "0.6B decode, batch 1, context 512": "1.67", "0.6B decode, batch 8, context 512": "1.92",
     "0.6B decode, batch 64, context 512": "3.25", "0.6B decode, batch 256, context 512": "6.99",
@@ -459,6 +468,37 @@ def gpt_oss(limits: Card, quick: bool) -> None:
         decode_rows(limits, llm, label, sizes, (1, 8, 64))
         workload_row(limits, llm, label, sizes)
         del llm
+
+
+def hybrid(limits: Card, quick: bool) -> None:
+    """Gated delta nets beside attention: the shapes of Qwen3.5-35B-A3B and Qwen3.5-9B. A second turn goes on from the
+    first one's state."""
+    for label in ("35B-A3B", "Qwen3.5-9B"):
+        sizes, llm = sizes_of(label), random_llm(SHAPES[label], max_model_len=9000)
+        decode_rows(limits, llm, label, sizes, (1, 64, 256))
+        workload_row(limits, llm, label, sizes)
+        row(f"{label} single stream, 128 in, 512 out", 1000 / generate_rate(llm, random_prompts(2, [128]), [512]),
+            "ms/token", 1000 * limits.step_seconds(sizes, [1], [128 + 256], 1))
+        llm = None  # frees the engine before
+        llm = random_llm(SHAPES[label], max_model_len=1024, max_num_seqs=1024)
+        short = random_prompts(0, SHORT), SHORT
+        row(f"{label} 1,024 x (128 in, 128 out)", generate_rate(llm, *short), "tokens/s",
+            tokens_per_second(limits, sizes, *short, llm.scheduler.max_num_seqs), RECORDED)  # whose states have room
+        llm = None
+        llm = random_llm(SHAPES[label], max_model_len=9000, enable_prefix_caching=True)
+        first, second, alone = map(statistics.median, zip(*[turns(llm, seed) for seed in range(6)][1:]))
+        row(f"{label} second turn, 200 after 8,000", second, "ms",
+            note=f"to the first token; of 200 tokens alone {alone:.1f}, of the first turn {first:.0f}")
+        del llm
+    with tempfile.TemporaryDirectory() as folder:
+        _, cold = (first_token_after(folder, caches, "35B-A3B") for caches in ("first", "second"))
+    row("35B-A3B process start to first token", cold, "s", note="kernels are compiled")
+
+
+def turns(llm: LLM, seed: int) -> list[float]:
+    """ms to the first token of a prompt of 8,000 tokens, of the same with 200 more, and of 200 others."""
+    first, more, others = (random_prompts(3 * seed + i, [length])[0] for i, length in enumerate((8000, 200, 200)))
+    return [1000 / rate(lambda: llm.generate([prompt], exactly(1)), 1) for prompt in (first, first + more, others)]
 
 
 def experts_chosen(llm: LLM, batch: int, context: int = 512) -> float:
@@ -863,8 +903,8 @@ def machine() -> str:
 
 ANYWHERE: list[Callable[..., None]] = [scheduler, fragmentation, batching, server]
 ON_CUDA: list[Callable[..., None]] = [start, attention, paging, decode, throughput, shared, latency, large, windows,
-                                      experts, gpt_oss, structured, drafts, simulate, data_parallel, tensor_parallel,
-                                      parallel_sizes]
+                                      experts, gpt_oss, hybrid, structured, drafts, simulate, data_parallel,
+                                      tensor_parallel, parallel_sizes]
 QUICK = {"scheduler", "fragmentation", "batching", "server", "attention", "decode"}
 
 

@@ -115,11 +115,14 @@ class ModelConfig:
     states: dict[str, Any] = field(default_factory=dict)  # of layers without K and V (kinds/recurrent.py); {}: none
     experts: dict[str, Any] = field(default_factory=dict)  # those of nanopaged/features/experts.py; {}: none
     sinks: bool = False  # layers have sinks (nanopaged/features/gpt_oss.py)
+    output_gate: bool = False  # attention has an output gate (nanopaged/features/qwen3_5.py)
     torch_dtype: torch.dtype = torch.float32
     fp8: str | None = None  # the checkpoint's matrices are FP8, with a scale for each "channel" or "block"
     four_bits: str | None = None  # the checkpoint has matrices of 4 bits, in "mxfp4" (nanopaged/features/four_bits.py)
     names: dict[str, str] = field(default_factory=dict)  # our module names -> the checkpoint's, where they differ
     merged: dict[str, dict[str, int]] = field(default_factory=dict)  # a stored matrix -> the rows of its parts
+    parts: dict[str, dict[str, int]] = field(default_factory=dict)  # our matrix -> the rows of the stored ones in it
+    orders: dict[str, list[int]] = field(default_factory=dict)  # our matrix -> where each of its rows is in these
     transposed: bool = False  # GPT-2 stores its matrices as [in, out]
 
 

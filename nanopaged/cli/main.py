@@ -45,7 +45,7 @@ PROMPTS: texts go to stdout, everything else to stderr
   --serve                      OpenAI's API on --host, --port [127.0.0.1, 8000], --api-key KEY or
      NANOPAGED_API_KEY, --allowed-hosts NAME,.. without a key, --served-model-name NAME [--model's]
   --chat-template FILE, --chat-template-kwargs JSON       in Jinja; {"enable_thinking": false}
-  --tool-call-parser P         hermes, llama3_json, mistral, openai
+  --tool-call-parser P         hermes, llama3_json, mistral, openai, qwen3_coder
   --reasoning-parser P         deepseek_r1, openai, qwen3
 SAMPLING: the checkpoint's generation_config.json goes before the defaults
   --max-tokens N, --min-tokens N                 new tokens at most [256; --chat: all], at least [0]

@@ -3,23 +3,15 @@
     decode      places with one new token, in one launch: convolution, gates, state and gated norm
     prefill     the others, in chunks of CHUNK tokens, one launch after another:
         conv_kernel       the convolution, and SiLU
-        prepare_kernel    each chunk by itself: norms of q and k, gates, T, and from it w, u and P
-        scan_kernel       each place from chunk to chunk: the state, and the outputs; its slots get both states
+        prepare_kernel    each chunk by itself: norms of q and k, gates, (I + A)^-1, and from it w, u and P
+        scan_kernel       each place from chunk to chunk: the state, and o; its slots get both states
         norm_kernel       the gated norm
 
-**Chunks.** Token by token a state would be read and written once a token. With C tokens at once the recurrence is a
-triangular system (Yang et al. 2024, "Gated Delta Networks", section 3). G_i is the sum of g up to token i of the chunk,
-and S the state before the chunk:
-
-    A[i, j] = beta_i exp(G_i - G_j) k_i . k_j   for j < i, else 0         T = (I + A)^-1
-    u = T (beta v)        w = T (beta exp(G) k)        new = u - w S      what each token adds to the state
-    o = exp(G) q S + P new,     P[i, j] = exp(G_i - G_j) q_i . k_j        for j <= i
-    S <- exp(G_C) S + (exp(G_C - G) k)^T new
+The letters are those of delta.py, whose form in chunks this is.
 
 **The same bits.** A program computes one head of one place, so nothing depends on the rest of the batch. Chunks begin
-at positions that are multiples of CHUNK, and the state between two of them is kept in float32. A prompt that is cut
-there has therefore the bits of an uncut one, and a mark, which falls on a chunk's end, has those of a prompt that ends
-there.
+at positions that are multiples of CHUNK, and the state between two of them is in float32. Therefore a prompt that is
+cut there has the bits of an uncut one, and a mark, which falls on a chunk's end, those of a prompt that ends there.
 
 **Slots.** A step reads one slot of a place, and writes others or the same. Inputs of positions below 0 are not read, so
 a slot needs no zeroing. All programs of a group read the ring's entries of position - 3 to position - 1, and one of
@@ -31,13 +23,14 @@ writes a state and the next one that reads it, there must therefore be another o
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanopaged import kernel, tiles
+from nanopaged.features import delta
+from nanopaged.features.delta import CHUNK, Weights
 from nanopaged.features.kinds.recurrent import EMPTY_ROW, StateSlots, Work, state_slots
 from nanopaged.optional_triton import INTERPRETED, jit, launch_options, tl
 
@@ -46,12 +39,12 @@ try:
 except ImportError:  # no Triton, or one without Nvidia's part
     fast_dividef = None
 
-CHUNK, TAPS = 64, 4  # of the convolution
+TAPS = 4  # of the convolution
 MIN_DIM, MAX_DIM = 16, 128  # of a head; a program of decode has its head's state in registers
 FLOAT32_MEMORY = 128 * 1024  # bytes of shared memory that a program of prepare_kernel takes in float32
 WIDE, NARROW = 128, 32  # columns of a state that a program of the scan has: in a step with many places, or few
 LOG2_E = tl.constexpr(math.log2(math.e))
-NORM_EPS = tl.constexpr(1e-6)  # of the norms of q and k
+NORM_EPS = tl.constexpr(delta.NORM_EPS)
 COMPILED = tl.constexpr(not INTERPRETED)
 
 
@@ -65,7 +58,7 @@ def fits(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.device
         MIN_DIM <= dim == tiles.next_power_of_2(dim) <= MAX_DIM for dim in dims)
 
 
-def gated_delta(qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, w: Any, states: list[Tensor],
+def gated_delta(qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, w: Weights, states: list[Tensor],
                 slots: StateSlots) -> Tensor:
     """`delta.gated_delta`; slots.work has the work lists. Rows of no sequence are not written. Rows of qkv, z, b and a
     may have any stride."""
@@ -75,7 +68,7 @@ def gated_delta(qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, w: Any, states: li
     return out
 
 
-def launches(out: Tensor, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, w: Any, states: list[Tensor],
+def launches(out: Tensor, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, w: Weights, states: list[Tensor],
              slots: StateSlots) -> Iterator[Callable[[], Any]]:
     work, (conv_state, state), num_targets = slots.work, states, len(slots.targets) // len(slots.lens)
     index, source = (slots.first, slots.lens, slots.num_computed), (slots.sources, slots.sources.stride(0))
@@ -136,10 +129,8 @@ def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
     x = make(2, channels + v_heads * v_dim + 2 * v_heads, dtype=r.dtype)
     qkv, z, b, a = x.split([channels, v_heads * v_dim, v_heads, v_heads], dim=1)
     z, none = z.unflatten(1, (v_heads, v_dim)), ints(1, 2) - 1
-    w = SimpleNamespace(
-        conv=make(channels, taps, dtype=r.dtype), A_log=make(v_heads), dt_bias=make(v_heads), norm=make(v_dim),
-        eps=r.config.norm_eps, v_heads=v_heads, k_dim=k_dim, v_dim=v_dim,
-        k_heads=(channels - v_heads * v_dim) // (2 * k_dim))
+    w = Weights(make(channels, taps, dtype=r.dtype), make(v_heads), make(v_heads), make(v_dim), r.config.norm_eps,
+                (channels - v_heads * v_dim) // (2 * k_dim), v_heads, k_dim, v_dim, taps)
     slots = state_slots(ints(2), ints(1), ints(1, len(EMPTY_ROW)), work=Work(1, none, none, none))
     yield from launches(torch.empty_like(z), qkv, z, b, a, w, [make(2, *shape) for shape in shapes], slots)
 

@@ -36,33 +36,44 @@ class Experts(nn.Module):
         def mlp(size: int) -> nn.Module:
             return dense(replace(config, intermediate_size=size), index, modules)
 
-        self.router = self.router_class(config.hidden_size, self.settings["count"], bias=config.mlp_bias)
+        self.router = self.router_class(config.hidden_size, self.settings["count"] + self.settings["gate_rows"],
+                                        bias=config.mlp_bias)
         self.experts: Any = nn.ModuleList(mlp(self.settings["size"]) for _ in range(self.settings["count"]))
         self.shared = mlp(self.settings["shared_size"]) if self.settings["shared_size"] else None
-        self.whole: dict[str, Tensor] = {}  # "gate_up_proj.weight" -> that of all experts, [count, rows, columns]
+        # "gate_up_proj.weight" -> that of all experts, [count, rows, columns]. A shared one with a score, if it has the
+        # others' size, is the last of them: to the kernels it is an expert that every token chooses.
+        self.whole: dict[str, Tensor] = {}
+        self.joins_shared = bool(self.settings["gate_rows"]) and self.settings["shared_size"] == self.settings["size"]
 
     def forward(self, x: Tensor) -> Tensor:
-        scores, chosen = self.choose(x)
-        out = torch.zeros_like(x, dtype=torch.float32) if self.shared is None else self.shared(x).float()
+        logits = self.router(x).float()
+        scores, chosen = self.choose(logits[:, :self.settings["count"]])
+        out = torch.zeros_like(x, dtype=torch.float32) if self.shared is None else self.run_shared(x, logits).float()
         for i, expert in enumerate(self.experts):
             token, place = torch.where(chosen == i)
             if len(token):
                 out[token] += scores[token, place, None] * expert(x[token])
         return out.to(x.dtype)
 
-    def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def run_shared(self, x: Tensor, logits: Tensor) -> Tensor:
+        """The result of the expert that every token has, times a score if there is one."""
+        y, count = self.shared(x), self.settings["count"]
+        return y * logits[:, count:count + 1].sigmoid() if self.settings["gate_rows"] else y
+
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The scores of each token's experts, and the experts: [T, top_k] each."""
-        scores, chosen = F.softmax(self.router(x).float(), dim=1).topk(self.settings["top_k"])
+        scores, chosen = F.softmax(logits, dim=1).topk(self.settings["top_k"])
         return scores / scores.sum(1, keepdim=True) if self.settings["normalized"] else scores, chosen
 
     def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> "Experts":
         """`build_model` gives parameters their memory with this method of modules. The experts' become views."""
         for module in filter(None, (self.router, self.shared)):
             module._apply(function)
+        experts = [*self.experts, *[self.shared] * self.joins_shared]
         for name, first in self.experts[0].named_parameters():
             one, (module, kind) = function(first), name.split(".")
-            self.whole[name] = one.new_empty(len(self.experts), *one.shape)
-            for expert, part in zip(self.experts, self.whole[name]):
+            self.whole[name] = one.new_empty(len(experts), *one.shape)
+            for expert, part in zip(experts, self.whole[name]):
                 setattr(expert.get_submodule(module), kind, nn.Parameter(part, requires_grad=False))
         return self
 
@@ -85,15 +96,16 @@ def with_experts(modules: model.Modules) -> model.Modules:
 # --------------------------------------------------------------------------------------------------
 
 def mixture(hf: dict[str, Any], count: str, size: str, normalized: bool, dense_layers: Sequence[int] = (),
-            shared_size: int = 0) -> dict[str, Any]:
+            shared_size: int = 0, gate_rows: int = 0) -> dict[str, Any]:
     """ModelConfig.experts: how many there are, of how many a token takes the results (top_k), the intermediate size of
     each, whether a token's scores are made to add up to 1, the layers whose MLP is dense, and the intermediate size of
-    an expert that every token has (0: none). count, size: keys of config.json; transformers 5 writes either count"""
+    an expert that every token has (0: none). gate_rows: of the router, behind those of experts: the first computes a
+    score for that one. count, size: keys of config.json; transformers 5 writes either count"""
     count = next((key for key in (count, "num_experts", "num_local_experts") if hf.get(key) is not None), count)
     for key, most in ((count, 4096), (size, families.MOST["intermediate_size"]), ("num_experts_per_tok", hf[count])):
         check_number(f"config.json: {key}", hf[key], *between(int, 1, most))
     return dict(count=hf[count], top_k=hf["num_experts_per_tok"], size=hf[size], normalized=bool(normalized),
-                dense_layers=dense_layers,
+                dense_layers=dense_layers, gate_rows=gate_rows,
                 shared_size=shared_size and families.check_size("intermediate_size", shared_size))
 
 

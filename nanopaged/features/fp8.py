@@ -30,8 +30,9 @@ from nanopaged.weights.checkpoint import read_tensors
 
 ALIGNMENT = 16  # of the sizes of 8-bit products, in numbers
 LARGEST, SMALLEST = 448, 1e-30  # of FP8's numbers; a row's largest number counts at least so much, for rows of zeros
-# Of the decoder: a vision tower has layers, too. A router of experts, which is small, keeps its type.
-IN_A_LAYER = re.compile(rf"{PREFIXES}layers\.\d+\.(?!.*\.(gate|router(\.layer)?)\.).*\.weight$")
+# Of the decoder: a vision tower has layers, too. Routers of experts and convolutions, which are small, keep their type.
+SMALL = r"gate|shared_expert_gate|router(\.layer)?|conv1d|conv\.conv"
+IN_A_LAYER = re.compile(rf"{PREFIXES}layers\.\d+\.(?!.*\.({SMALL})\.).*\.weight$")
 BLOCK = [128, 128]  # rows and columns that share a scale, in all published checkpoints that have blocks
 FORMATS = ("fp8", None), ("compressed-tensors", "float-quantized"), ("compressed-tensors", "naive-quantized")
 
@@ -74,6 +75,7 @@ def keeps_8_bits(quantization: str | None, dtype: str, config: model.ModelConfig
         from nanopaged.features.tensor_parallel.split import split_config
         c = split_config(config, num_ranks)
     sizes = c.intermediate_size, c.experts.get("size", 0), c.experts.get("shared_size", 0)
+    sizes = *sizes, *(sum(parts.values()) for module, parts in c.parts.items() if module != "router")
     wrong = [size for size in (c.hidden_size, c.num_heads * c.head_dim, *sizes) if size % ALIGNMENT]
     if is_able and not (wrong or c.head_dim * 2 % ALIGNMENT or c.transposed):
         return True

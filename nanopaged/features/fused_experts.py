@@ -35,9 +35,13 @@ class FusedExperts(Experts):
         e, whole = self.settings, self.whole
         scales, biases = ([whole[name] for name in (f"gate_up_proj.{kind}", f"down_proj.{kind}") if name in whole]
                           for kind in ("scale", "bias"))  # scales: of weights in 8 or 4 bits
-        out = mix_experts(x, self.router(x), whole["gate_up_proj.weight"], whole["down_proj.weight"], e["top_k"],
-                          e["normalized"], self.activation, *scales, biases=biases)
-        return out if self.shared is None else torch.cat([out, self.shared(x).view(-1, *x.shape)])
+        logits = self.router(x)
+        out = mix_experts(x, logits, whole["gate_up_proj.weight"], whole["down_proj.weight"], e["top_k"],
+                          e["normalized"], self.activation, *scales, biases=biases, has_shared=self.joins_shared)
+        if self.shared is None or self.joins_shared:
+            return out
+        logits = logits.float() if logits.dim() == 2 else logits.float().sum(0)
+        return torch.cat([out, self.run_shared(x, logits.to(x.dtype)).view(-1, *x.shape)])
 
 
 def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
@@ -45,18 +49,20 @@ def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
     c, dtype, device = r.config, r.dtype, r.device
     e, make = c.experts, partial(torch.empty, dtype=dtype, device=device)
     activation = e.get("activation", c.activation)
-    for count in {1, fused.num_partial_products(make(2, c.hidden_size), make(e["count"], c.hidden_size))}:
-        yield partial(route_experts, make(count, 0, e["count"]), e["top_k"], e["normalized"])
+    joins_shared = bool(e["gate_rows"]) and e["shared_size"] == e["size"]
+    rows, total, chosen = e["count"] + e["gate_rows"], e["count"] + joins_shared, e["top_k"] + joins_shared
+    for count in {1, fused.num_partial_products(make(2, c.hidden_size), make(rows, c.hidden_size))}:
+        yield partial(route_experts, make(count, 0, rows), e["count"], e["top_k"], e["normalized"], joins_shared)
     memory = tiles.shared_memory(device)
-    counts, pairs = make(e["count"], dtype=torch.int32).zero_(), make(0, dtype=torch.int32)
+    counts, pairs = make(total, dtype=torch.int32).zero_(), make(0, dtype=torch.int32)
     weight, scale = make(0, dtype=FP8 if r.fp8 else dtype), make(0, dtype=torch.float32) if r.fp8 else None
     if getattr(r.modules.mlp, "four_bits", False):
         weight = scale = make(0, dtype=torch.uint8)
     for size, act, out in ((c.hidden_size, activation, e["size"]), (e["size"], "", c.hidden_size)):
-        forms = {tuple(experts_form(n, e["top_k"], e["count"], act != "", weight.dtype, memory).items()): n
+        forms = {tuple(experts_form(n, chosen, total, act != "", weight.dtype, memory).items()): n
                  for n in (2**i for i in reversed(range(20)))}  # the fewest tokens of each form
         for n in forms.values():
-            routed = make(e["top_k"], n, dtype=torch.float32), counts, pairs
+            routed = make(chosen, n, dtype=torch.float32), counts, pairs
             yield partial(experts_product, make(0, size), weight, *routed, make(0, out), act, scale,
                           make(0) if c.mlp_bias else None)
     norm = make(c.hidden_size, dtype=torch.float32 if c.float32_norms else dtype)
@@ -90,30 +96,35 @@ def experts_form(num_rows: int, top_k: int, count: int, gated: bool, dtype: torc
 
 
 def mix_experts(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, normalized: bool, activation: str,
-                *scales: Tensor, biases: Sequence[Tensor] = ()) -> Tensor:
+                *scales: Tensor, biases: Sequence[Tensor] = (), has_shared: bool = False) -> Tensor:
     """`Experts.forward` of nanopaged/features/experts.py as partial products [top_k, T, D]: a token's results, times
     their scores. x [T, D], logits of the router [T, E] or partial products of it, gate_up [E, 2 * I, D], down [E, D,
     I]. scales: of weights in FP8, [E, 2 * I, 1] and [E, D, 1]; what is multiplied with these is quantised, too; or of
-    weights in 4 bits (four_bits.py). biases: [E, 2 * I] and [E, D], or none."""
+    weights in 4 bits (four_bits.py). biases: [E, 2 * I] and [E, D], or none. has_shared: the last expert is the shared
+    one, which is not chosen; its results come last, [top_k + 1, T, D]"""
     (num_rows, size), inner = x.shape, gate_up.shape[1] // 2
-    hidden, out = x.new_empty(top_k * num_rows, inner), x.new_empty(top_k, num_rows, size)
+    parts = top_k + has_shared
+    hidden, out = x.new_empty(parts * num_rows, inner), x.new_empty(parts, num_rows, size)
     if num_rows:
-        routed = route_experts(logits, top_k, normalized)
+        routed = route_experts(logits, len(gate_up) - has_shared, top_k, normalized, has_shared)
         experts_product(x, gate_up, *routed, hidden, activation, *(scales[:1] or [None]), *biases[:1])
         experts_product(hidden, down, *routed, out, "", *(scales[1:] or [None]), *biases[1:])
     return out
 
 
-def route_experts(logits: Tensor, top_k: int, normalized: bool) -> tuple[Tensor, Tensor, Tensor]:
+def route_experts(logits: Tensor, count: int, top_k: int, normalized: bool,
+                  has_shared: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Pair n * T + t is token t with its n-th expert. Returns the pairs' scores [top_k, T]; for each expert, how many
-    pairs it has, and in any order which ones: [E], [E, T]."""
-    num_rows, count = logits.shape[-2:]
-    scores = logits.new_empty(top_k, num_rows, dtype=torch.float32)
-    counts, pairs = logits.new_zeros(count, dtype=torch.int32), logits.new_empty(count, num_rows, dtype=torch.int32)
+    pairs it has, and in any order which ones: [E], [E, T]. count: experts to choose from, the first columns of logits.
+    The shared expert is the (top_k + 1)-th of each token."""
+    num_rows, total, chosen = logits.shape[-2], count + has_shared, top_k + has_shared
+    scores = logits.new_empty(chosen, num_rows, dtype=torch.float32)
+    counts, pairs = logits.new_zeros(total, dtype=torch.int32), logits.new_empty(total, num_rows, dtype=torch.int32)
     route_kernel[(num_rows,)](
-        logits, scores, counts, pairs, num_rows, EXPERTS=count, PADDED=tiles.next_power_of_2(count), TOP_K=top_k,
-        CHOICES=tiles.next_power_of_2(top_k), NORMALIZED=normalized, COUNT=len(logits) if logits.dim() == 3 else 1,
-        num_warps=1, **launch_options(logits.device))
+        logits, scores, counts, pairs, num_rows, EXPERTS=count, COLUMNS=logits.shape[-1],
+        PADDED=tiles.next_power_of_2(count), TOP_K=top_k, CHOICES=tiles.next_power_of_2(chosen), NORMALIZED=normalized,
+        SHARED=has_shared, COUNT=len(logits) if logits.dim() == 3 else 1, num_warps=1,
+        **launch_options(logits.device))
     return scores, counts, pairs
 
 
@@ -133,17 +144,19 @@ def experts_product(x: Tensor, weight: Tensor, scores: Tensor, counts: Tensor, p
 
 
 @jit
-def route_kernel(logits, scores, counts, pairs, num_rows, EXPERTS: tl.constexpr, PADDED: tl.constexpr,
-                 TOP_K: tl.constexpr, CHOICES: tl.constexpr, NORMALIZED: tl.constexpr, COUNT: tl.constexpr,
-                 PDL: tl.constexpr):
+def route_kernel(logits, scores, counts, pairs, num_rows, EXPERTS: tl.constexpr, COLUMNS: tl.constexpr,
+                 PADDED: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr, NORMALIZED: tl.constexpr,
+                 SHARED: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr):
     """Grid (token,). `Experts.choose`, and the token's pairs are added to those of its experts. Padding may hold
     anything. Its tokens get different experts all the same, so that no expert has more pairs than there are tokens."""
     token, expert, n = tl.program_id(0), tl.arange(0, PADDED), tl.arange(0, CHOICES)
     kernel.wait_for_previous_kernel(PDL)
-    x = tl.zeros([PADDED], tl.float32)
+    x, shared = tl.zeros([PADDED], tl.float32), 0.0
     for part in tl.static_range(COUNT):
-        at = logits + (part * num_rows + token).to(tl.int64) * EXPERTS + expert
-        x += tl.load(at, mask=expert < EXPERTS, other=0.0).to(tl.float32)
+        at = logits + (part * num_rows + token).to(tl.int64) * COLUMNS
+        x += tl.load(at + expert, mask=expert < EXPERTS, other=0.0).to(tl.float32)
+        if SHARED:
+            shared += tl.load(at + EXPERTS).to(tl.float32)
     x = tl.where(x == x, tl.minimum(tl.maximum(x, -LARGEST), LARGEST), -LARGEST)
     x = tl.where(expert < EXPERTS, x, -float("inf"))
     largest, score, chosen = tl.max(x, 0), tl.zeros([CHOICES], tl.float32), tl.zeros([CHOICES], tl.int32)
@@ -158,6 +171,10 @@ def route_kernel(logits, scores, counts, pairs, num_rows, EXPERTS: tl.constexpr,
     tl.store(scores + pair, score / total, mask=exists)
     place = tl.atomic_add(counts + chosen, 1, mask=exists, sem="relaxed")
     tl.store(pairs + chosen * num_rows + place, pair, mask=exists)
+    if SHARED:
+        tl.store(scores + TOP_K * num_rows + token, tl.sigmoid(shared))
+        tl.store(pairs + EXPERTS * num_rows + token, TOP_K * num_rows + token)
+        tl.store(counts + EXPERTS, num_rows)
 
 
 @jit

@@ -28,6 +28,7 @@ import sys
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,6 +47,7 @@ from nanopaged.inputs import check_number, open_file, refuse_unknown
 from nanopaged.options import MOST_GPUS, OPTIONS, check_options, feature
 from nanopaged.sampling_params import SamplingParams
 from nanopaged.tiles import DECODE_SIZES, FEW_SEQS, PADDED_ANYWAY, TOKEN_SIZES
+from nanopaged.weights.build import modules_for
 from nanopaged.weights.checkpoint import read_config
 from nanopaged.weights.families import read_model_config
 
@@ -72,32 +74,50 @@ class Sizes(NamedTuple):
     expert_bytes: float  # of an expert's weight: in MXFP4 4 bits, and a scale of 8 bits for each 32
     token_bytes: float  # K and V of a token in one layer
     head_numbers: int  # query heads * head_dim
-    windows: tuple[tuple[int, int], ...]  # (sliding window or 0, number of layers but the last one)
+    windows: tuple[tuple[int, int], ...]  # of layers that attend: (sliding window or 0, how many but the last layer)
+    attends_last: bool  # the last layer does
+    state_bytes: float  # recurrent states of a sequence
     num_bytes: float  # of all weights
 
     @classmethod
     def of(cls, c: model.ModelConfig, kv_bytes: int = 0) -> "Sizes":
         """kv_bytes: of a number in the KV cache; 0: as many as a weight has"""
-        kv_proj, q_and_o = (2 * n * c.head_dim * c.hidden_size for n in (c.num_kv_heads, c.num_heads))
+        kv_proj, q_and_o = (n * c.head_dim * c.hidden_size for n in (
+            2 * c.num_kv_heads, (2 + c.output_gate) * c.num_heads))
+        recurrent, in_recurrent = c.states.get("layers", []), weights_of_recurrent_layer(c) if c.states else 0
+        attends_last = c.num_layers - 1 not in recurrent
+        late = q_and_o if attends_last else 0
         mlp, e = (2 + c.gated_mlp) * c.hidden_size, c.experts
         expert, top_k, count = (mlp * e["size"], e["top_k"], e["count"]) if e else (0, 1, 1)
         dense = [mlp * (e["shared_size"] if e and i not in e["dense_layers"] else c.intermediate_size)
                  for i in range(c.num_layers)]
         mixtures = [bool(e) and i not in e["dense_layers"] for i in range(c.num_layers)]
         head = c.hidden_size * c.vocab_size
-        body = kv_proj * c.num_layers + q_and_o * (c.num_layers - 1) + sum(dense[:-1])
-        last, itemsize = q_and_o + dense[-1] + head, c.torch_dtype.itemsize
+        body = ((kv_proj + q_and_o) * (c.num_layers - len(recurrent)) + in_recurrent * len(recurrent) - late
+                + sum(dense[:-1]))
+        last, itemsize = late + dense[-1] + head, c.torch_dtype.itemsize
+        windows = [size for i, size in enumerate((c.sliding_windows or [0] * c.num_layers)[:-1]) if i not in recurrent]
         expert_bytes = 17 / 32 if c.four_bits else itemsize
         return cls(c.num_layers, (body, expert * sum(mixtures[:-1])), (last, expert * mixtures[-1]), count, top_k,
                    itemsize, expert_bytes, 2 * c.num_kv_heads * c.head_dim * (kv_bytes or itemsize),
                    c.num_heads * c.head_dim,
-                   tuple(Counter((c.sliding_windows or [0] * c.num_layers)[:-1]).items()),
+                   tuple(Counter(windows).items()), attends_last,
+                   4 * len(recurrent) * sum(math.prod(shape) for shape in c.states.get("shapes", [])),
                    itemsize * (body + last + head * (not c.tie_word_embeddings))
                    + expert_bytes * expert * count * sum(mixtures))
 
     def experts_read(self, num_tokens: int) -> float:
         """How many experts of a layer so many tokens choose, if each chooses evenly; of a dense model 1."""
         return self.experts * (1 - (1 - self.top_k / self.experts) ** num_tokens)
+
+
+def weights_of_recurrent_layer(c: model.ModelConfig) -> int:
+    """The numbers of its matrices, without its MLP's."""
+    c = replace(c, experts={})
+    with torch.device("meta"):
+        layer = (modules := modules_for(c)).layer(c, c.states["layers"][0], modules)
+    return sum(weight.numel() for name, weight in layer.named_parameters()
+               if weight.dim() == 2 and not name.startswith("mlp."))
 
 
 class Card(NamedTuple):
@@ -121,7 +141,8 @@ class Card(NamedTuple):
     def attention_seconds(self, m: Sizes, query_lens: list[int], seq_lens: list[int], num_samples: int) -> float:
         """The time of a step's attention. In the last layer only the tokens that sample attend."""
         read, multiply = self.copy * self.decode, self.product * self.prefill
-        seconds = sum(seq_lens) * m.token_bytes / read * num_samples / len(seq_lens)
+        seconds = m.attends_last * sum(seq_lens) * m.token_bytes / read * num_samples / len(seq_lens)
+        seconds += 2 * len(seq_lens) * m.state_bytes / read  # each state is read and written
         for window, num_layers in m.windows:
             num_bytes = flops = 0.0
             for q, s in zip(query_lens, seq_lens):

@@ -38,6 +38,8 @@ NEEDED_GAP = 1e-3       # below this two correct implementations may pick differ
 MIN_DISTINCT = 5        # tokens in the later half of a continuation; fewer means it collapsed into a short cycle
 VISIBLE = 2e-3          # a config key counts as tested if changing it moves some logit by this much
 
+STACKED = "-stacked", "qwen3.5-moe"  # published as transformers 5 has them: Qwen3.5's mixtures
+
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 4.0, "beta_slow": 1.0}
 BETA = YARN | {"factor": 16.0, "llama_4_scaling_beta": 1.5, "mscale": 1.0, "mscale_all_dim": 1.0,
                "original_max_position_embeddings": 8, "rope_theta": 1000.0}
@@ -93,6 +95,11 @@ EDITS = {
     "lfm2": [{"rope_theta": 10000.0}, {"norm_eps": 1e-5}],
     "granite4-h": [{"attention_multiplier": 0.5}, {"residual_multiplier": 1.0}, {"rms_norm_eps": 1e-6},
                    {"time_step_limit": [0.0, 0.5]}],
+    "qwen3-next": [{"rope_theta": 100.0}, {"partial_rotary_factor": 0.5}, {"rms_norm_eps": 1e-2},
+                   {"num_experts_per_tok": 2}, {"norm_topk_prob": False}],
+    "qwen3.5": [{"text_config": {"rms_norm_eps": 1e-2}}, {"text_config": {"rope_parameters": {
+        "partial_rotary_factor": 0.25, "rope_theta": 5000, "rope_type": "default"}}}],
+    "qwen3.5-moe": [{"text_config": {"num_experts_per_tok": 1}}, {"text_config": {"rms_norm_eps": 1e-2}}],
     "mixtral-stacked": [{"num_experts_per_tok": 1}, {"rope_parameters": {"rope_theta": 1e6}}, {"sliding_window": 9}],
 }
 # Settings of rope, with the longest text that the engine accepts. transformers makes a table for a text of this length.
@@ -138,6 +145,8 @@ def random_weight(name, shape, hidden_size, generator):
     noise = torch.randn(shape, generator=generator)
     if name.endswith("sinks"):
         return 1.0 + 1.5 * noise
+    if name.endswith("linear_attn.A_log"):
+        return noise - 2.0  # some heads forget within a token, some keep what hundreds of tokens have said
     if name.endswith("experts.gate_up_proj"):
         return 4.0 / hidden_size**0.5 * noise  # so that gpt-oss clamps some
     if "norm" in name or "ln_" in name:
@@ -176,7 +185,7 @@ def random_state_dict(directory, seed):
         with tempfile.TemporaryDirectory() as folder:
             model.load_state_dict(weights, strict=False, assign=True)
             model.tie_weights()
-            model.save_pretrained(folder, save_original_format=not directory.name.endswith("-stacked"))
+            model.save_pretrained(folder, save_original_format=not directory.name.endswith(STACKED))
             weights = load_file(Path(folder, "model.safetensors"))
     if directory.name == "qwen3-vl-moe":  # its published experts are [experts, in, out], which transformers 5 turns
         weights = {name: weight.transpose(1, 2).contiguous() if ".experts." in name else weight

@@ -25,6 +25,7 @@ from nanopaged.features import cascade, delta_kernels, four_bits, fused, fused_e
 from nanopaged.features import hopper as hopper_file
 from nanopaged.features.fp8 import quantize_rows_kernel
 from nanopaged.features.kinds.slots import group_slots_kernel
+from nanopaged.features.qwen3_5 import gate_output_kernel
 from nanopaged.optional_triton import VARYING
 
 SHARED_MEMORY = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB a block may use
@@ -153,11 +154,14 @@ def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
     keeps = (capability // 10, capability % 10) >= four_bits.LEAST_CAPABILITY.get(dtype, (99, 0))
     for act, num_tokens in itertools.product(("swigluoai", ""), (1, 64, 8192)) if keeps else ():
         yield partial(experts, capability, dtype, act, num_tokens, torch.uint8, routed | dict(bias=f"*{TYPES[dtype]}"))
-    route = dict(EXPERTS=40, PADDED=64, TOP_K=6, CHOICES=8, NORMALIZED=True, COUNT=4)
-    yield partial(compile_kernel, fused_experts.route_kernel, route, dtype, capability, 1, **routed)
+    for shared in (False, True):
+        route = dict(EXPERTS=40, COLUMNS=48, PADDED=64, TOP_K=6, CHOICES=8, NORMALIZED=True, SHARED=shared, COUNT=4)
+        yield partial(compile_kernel, fused_experts.route_kernel, route, dtype, capability, 1, **routed)
     for act, num_tokens in itertools.product(("silu", ""), (1, 64, 8192)):
         for kind in (dtype, torch.float8_e4m3fn) if capability >= 89 else (dtype,):
             yield partial(experts, capability, dtype, act, num_tokens, kind, routed)
+    yield partial(compile_kernel, gate_output_kernel, dict(SIZE=4096, TILE=1024), dtype, capability,
+                  **dict.fromkeys(("o", "gate"), f"*{TYPES[dtype]}"))
     picked = dict(best="*fp32", at="*i32", out="*i64")
     integers = dict.fromkeys(("slots", "positions"), "*i32")
     yield partial(compile_kernel, group_slots_kernel, dict(BLOCK_SIZE=64, TILE=1024), dtype, capability, **integers)

@@ -6,7 +6,8 @@ import kernel
 import model
 from nanopaged.tests.helpers import if_there
 
-four_bits, fp8, fused, fused_experts, gpt_oss = map(if_there, ("four_bits", "fp8", "fused", "fused_experts", "gpt_oss"))
+four_bits, fp8, fused, fused_experts, gpt_oss, qwen3_5 = map(
+    if_there, ("four_bits", "fp8", "fused", "fused_experts", "gpt_oss", "qwen3_5"))
 
 
 def normalize(x, weight, bias, eps):
@@ -53,12 +54,20 @@ class PlainKernels:
         return y if out is None else out.copy_(y)
 
     @staticmethod
-    def mix_experts(x, logits, gate_up, down, top_k, normalized, activation, *scales, biases=()):
+    def gate_output(o, gate):
+        return o * gate.sigmoid()
+
+    @staticmethod
+    def mix_experts(x, logits, gate_up, down, top_k, normalized, activation, *scales, biases=(), has_shared=False):
         widen = four_bits.widen if gate_up.dtype is torch.uint8 else fp8_weight
         gate_up, down = map(widen, (gate_up, down), scales) if scales else (gate_up, down)
         logits = logits.float() if logits.dim() == 2 else logits.float().sum(0)
-        scores, chosen = F.softmax(logits, dim=1).topk(top_k)
+        count = len(gate_up) - has_shared
+        scores, chosen = F.softmax(logits[:, :count], dim=1).topk(top_k)
         scores = scores / scores.sum(1, keepdim=True) if normalized else scores
+        if has_shared:
+            scores = torch.cat([scores, logits[:, count:count + 1].sigmoid()], 1)
+            chosen = F.pad(chosen, (0, 1), value=count)
         hidden = torch.einsum("tnij,tj->tni", gate_up[chosen].to(x.dtype), x)
         hidden = activate(hidden + biases[0][chosen] if biases else hidden, activation)
         out = torch.einsum("tnji,tni->ntj", down[chosen].to(x.dtype), hidden)
@@ -69,7 +78,7 @@ class PlainKernels:
 def plain_kernels():
     """(object, name, what to put there), for a process on a CPU that has fused modules or a GraphRunner."""
     homes = dict(activate=fused, fused_add_norm=fused, few_rows_linear=fused, quantize_rows=fp8,
-                 mix_experts=fused_experts)
+                 mix_experts=fused_experts, gate_output=qwen3_5)
     return [*((home, name, getattr(PlainKernels, name)) for name, home in homes.items() if home),
             (torch, "_scaled_mm", PlainKernels.scaled_mm)]
 

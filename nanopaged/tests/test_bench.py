@@ -83,7 +83,7 @@ def test_bench_knows_the_rows_that_it_has_peers_for(monkeypatch):
     """A row whose name has changed would lose its peer."""
     names, metrics = [], SimpleNamespace(mean_acceptance_length=1.0)
     llm = SimpleNamespace(generate=lambda *_: None, drafting=SimpleNamespace(metrics=metrics),
-                          runner=SimpleNamespace(cascade=None))
+                          runner=SimpleNamespace(cascade=None), scheduler=SimpleNamespace(max_num_seqs=1))
     monkeypatch.setattr(bench, "row", lambda name, *_, **__: names.append(name))
     monkeypatch.setattr(bench, "random_llm", lambda *_, **__: llm)
     monkeypatch.setattr(bench, "random_prompts", lambda *_: [[0]])

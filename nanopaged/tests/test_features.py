@@ -91,6 +91,7 @@ ASK = dict(
     structured=ask(structured_outputs=dict(regex="a+")), more_families=lambda: llm(model=str(GOLDEN / "arcee")),
     frames=command(*PROMPT, "--trace"), grammar=ask(structured_outputs=dict(regex="a+")),
     hub=command("--model", "org/name", *PROMPT), huggingface=lambda: load_tokenizer(GOLDEN / "tokenizers" / "llama2"),
+    delta=lambda: llm(model=str(GOLDEN / "qwen3.5")), qwen3_5=lambda: llm(model=str(GOLDEN / "qwen3.5")),
     lfm2=lambda: llm(model=str(GOLDEN / "lfm2")), mamba=lambda: llm(model=str(GOLDEN / "granite4-h")),
     logprobs=ask(logprobs=1), page=command(*PROMPT, "--trace", os.devnull + ".html"),
     progress=command(*PROMPT, "--prompt", "JULIET:"), router=command(*PROMPT, "--data-parallel-size", "2"),

@@ -18,9 +18,9 @@ def problem(num_rows, size, inner, count, dtype=torch.float32, seed=0):
     return [part.to(dtype).to(DEVICE) for part in (x, logits, gate_up / size ** 0.5, down / inner ** 0.5)]
 
 
-def exact(x, logits, gate_up, down, *switches):
+def exact(x, logits, gate_up, down, *switches, **more):
     """In float64, from the same rounded numbers. The plain form is the loop's of nanopaged/features/experts.py."""
-    return PlainKernels.mix_experts(*(part.double() for part in (x, logits, gate_up, down)), *switches)
+    return PlainKernels.mix_experts(*(part.double() for part in (x, logits, gate_up, down)), *switches, **more)
 
 
 @needs_kernel
@@ -37,12 +37,25 @@ def test_experts_in_triton(dtype, num_rows, size, inner, count, top_k, normalize
 
 
 @needs_kernel
+@pytest.mark.parametrize("num_rows", [1, 5, 90])
+def test_an_expert_that_all_tokens_share(num_rows):
+    """It is the last one, and has a score of its own, the router's next column, also in partial products."""
+    x, logits, gate_up, down = problem(num_rows, 32, 24, 6)
+    logits = torch.cat([logits, torch.full_like(logits[:, :2], torch.nan)], 1)  # columns without a meaning
+    given = gate_up, down, 2, True, "silu"
+    expected = exact(x, logits, *given, has_shared=True)
+    for one in (logits, torch.stack([logits - 1, torch.ones_like(logits)])):
+        out = fused_experts.mix_experts(x, one, *given, has_shared=True)
+        assert out.shape == (3, num_rows, 32) and relative_error(out, expected) < 2e-6
+
+
+@needs_kernel
 def test_tokens_that_all_choose_the_same_experts():
     x, _, *weights = problem(70, 32, 16, 6)
     logits = torch.tensor([0.0, 9, 1, 8, 7, 2], device=DEVICE).expand(70, -1).contiguous()
     given = x, logits, *weights, 3, True, "silu"
     assert relative_error(fused_experts.mix_experts(*given), exact(*given)) < 2e-6
-    assert fused_experts.route_experts(logits, 3, True)[1].tolist() == [0, 70, 0, 70, 70, 0]
+    assert fused_experts.route_experts(logits, 6, 3, True)[1].tolist() == [0, 70, 0, 70, 70, 0]
 
 
 @needs_kernel
@@ -54,7 +67,7 @@ def test_rows_of_padding_may_hold_anything():
     out = fused_experts.mix_experts(x, logits, *weights, 3, True, "silu")
     others = [i for i in range(20) if i not in (3, 9, 10, 11)]
     assert torch.equal(out[:, others], expected[:, others])
-    assert fused_experts.route_experts(logits, 3, True)[1].max() <= 20
+    assert fused_experts.route_experts(logits, 5, 3, True)[1].max() <= 20
     assert fused_experts.mix_experts(x[:0], logits[:0], *weights, 3, True, "silu").shape == (3, 0, 32)
 
 

@@ -9,8 +9,13 @@ from nanopaged.features.server.tools import FORMATS, Reader, find_parser
 CITY = {"city": "Paris }</tool_call>\n\"é\" [TOOL_CALLS]", "days": [1, {"a": None}]}
 ARGUMENTS = json.dumps(CITY, ensure_ascii=False)
 HERMES = '<tool_call>\n{"name": "weather", "arguments": %s}\n</tool_call>'
+CODER = "<tool_call>\n<function=%s>\n%s</function>\n</tool_call>"
 LLAMA = '{"name": "weather", "parameters": %s}'
 WEATHER, TIME = ("weather", CITY), ("time", {})
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {
+    "city": {"type": "string"}, "days": {"type": "array"}, "exact": {"type": "boolean"}, "size": {"type": "integer"},
+    "note": {"anyOf": [{"type": "string"}, {"type": "null"}]}, "unit": {"enum": ["1", "2"]}}}}},
+         {"type": "function", "function": {"name": "time"}}]
 
 
 def merge(deltas) -> dict:
@@ -38,8 +43,9 @@ def add_all(reader: Reader, pieces: list[str]) -> list[dict]:
 
 def read(text: str, kind: str | None, thinks: bool | None = None) -> tuple[str, str, list]:
     """(thoughts, content, calls), the same in pieces of any size."""
-    first, *others = [merge(add_all(Reader(kind, thinks), [text[i:i + size] for i in range(0, len(text), size)] + [""]))
-                      for size in (1, 2, 3, 7, 50, len(text) + 1)]
+    first, *others = [
+        merge(add_all(Reader(kind, thinks, TOOLS), [text[i:i + size] for i in range(0, len(text), size)] + [""]))
+        for size in (1, 2, 3, 7, 50, len(text) + 1)]
     assert all(other == first for other in others)
     functions = [call["function"] for call in first.get("tool_calls", ())]
     return first.get("reasoning_content", ""), first["content"], [
@@ -52,6 +58,14 @@ def read(text: str, kind: str | None, thinks: bool | None = None) -> tuple[str, 
     ("hermes", (HERMES % ARGUMENTS).removesuffix("\n</tool_call>"), "", [WEATHER]),  # its model ended there
     ("hermes", '<tool_call>{"name": 5, "arguments": {}}</tool_call>' + HERMES % ARGUMENTS,
      '<tool_call>{"name": 5, "arguments": {}}</tool_call>', [WEATHER]),
+    ("qwen3_coder", CODER % ("weather", "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in {
+        "city": CITY["city"], "days": json.dumps(CITY["days"])}.items())), "", [WEATHER]),
+    ("qwen3_coder", "I look.\n" + CODER % ("time", "") + "\n" + CODER % ("weather", "<parameter=city>\n12\n</parameter>"
+     "\n<parameter=exact>\nTrue\n</parameter>\n<parameter=size>7</parameter>\n<parameter=note>\nnull\n</parameter>\n"
+     "<parameter=unit>\n1\n</parameter>\n<parameter=more>\n{\n\n}\n</parameter>"), "I look.", [TIME, ("weather", {
+         "city": "12", "exact": True, "size": 7, "note": None, "unit": "1", "more": "{\n\n}"})]),
+    ("qwen3_coder", "<function=f>\n<parameter=x>\nif a</parameter> < 1:\n  b()\n</parameter>\n</function>", "", [
+        ("f", {"x": "if a</parameter> < 1:\n  b()"})]),  # without the signs around it, and of no tool
     ("llama3_json", LLAMA % ARGUMENTS, "", [WEATHER]),
     ("llama3_json", f"<|python_tag|>{LLAMA % ARGUMENTS}; " + '{"name": "time", "parameters": {}}', "", [WEATHER, TIME]),
     ("mistral", '[TOOL_CALLS] [{"name": "weather", "arguments": %s}, {"name": "time", "arguments": {}}]' % ARGUMENTS,
@@ -64,6 +78,7 @@ def read(text: str, kind: str | None, thinks: bool | None = None) -> tuple[str, 
      "<|channel|>commentary<|message|>{}", "I look.", [WEATHER, TIME]),
     *((kind, text, text, []) for kind, text in (  # no calls
         ("hermes", "a < b, <tool"), ("hermes", 'no\n<tool_call>\n{"name": "weather", "argu'),
+        ("qwen3_coder", HERMES % ARGUMENTS), ("qwen3_coder", "<tool_call>\n<function=time>\n<parameter=x>\n1"),
         ("hermes", "<tool_call>\n[1]\n</tool_call> so\n"), ("hermes", "<tool_call>" + "[" * 5000),
         ("llama3_json", '{"answer": 42} is it'), ("llama3_json", "It is " + LLAMA % ARGUMENTS), ("llama3_json", "{x"),
         ("mistral", "[TOOL_CALLS]weather"), ("openai", "a <|start|>user <| b"), ("forced", '{"name":"we'),
@@ -112,15 +127,19 @@ def test_text_is_sent_as_it_comes():
 def test_a_long_call_takes_linear_time():
     reader, started = Reader("hermes"), time.perf_counter()
     reader.add('<tool_call>{"name": "f", "arguments": {"x": [', ended=False)
+    coder = Reader("qwen3_coder")
+    coder.add("<function=f>\n<parameter=x>\n", ended=False)
     for _ in range(20_000):
         reader.add('{"a": "}"}, ', ended=False)
+        coder.add("a</parameter>\n", ended=False)
     for kind in FORMATS:
         assert Reader(kind).add(" " * 5000, ended=False) == {}
     assert time.perf_counter() - started < 5
 
 
 def test_the_format_is_found_in_the_chat_template():
-    templates = {"hermes": "{{ '<tool_call>\\n' }}", "mistral": "{{ '[TOOL_CALLS]' }}",
+    templates = {"qwen3_coder": "{{ '<tool_call>\\n<function=' + name + '>\\n<parameter=' }}",
+                 "hermes": "{{ '<tool_call>\\n' }}", "mistral": "{{ '[TOOL_CALLS]' }}",
                  "openai": "{{ '<|channel|>final' }}",
                  "llama3_json": '{"name": function name, "parameters": dictionary of argument name and its value}'}
     assert {name: find_parser(templates[name]) for name in FORMATS} == {name: name for name in FORMATS}

@@ -18,6 +18,7 @@ A checkpoint's tensors become the decoder's parameters in three moves. Each save
       a divisor of the logits, in config.json              Granite               a divisor of the last norm's weight
       heads of which only the first numbers rotate         Phi-4-mini            heads with rows in another order
       heads whose neighbours rotate together               ERNIE 4.5             the same
+      rows in another order (config.orders)                Qwen3.5, Qwen3-Next   rows in ours
 
 **Partial rope** (Phi-4-mini): the first numbers of a head rotate, and a pair is number i of their first half and number
 i of their second half. The kernels pair the halves of the whole head. Here the rows of q and k change places, which
@@ -41,6 +42,9 @@ from nanopaged import model
 from nanopaged.options import feature
 from nanopaged.rope import make_rope_table, rotary_dim
 
+# Small parameters that stay in float32: of weights in FP8, and of recurrent layers (delta.py, mamba.py)
+FLOAT32 = ".scale", ".A_log", ".dt_bias", ".gated_norm"
+
 
 def build_model(config: model.ModelConfig, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype,
                 device: torch.device | str, num_positions: int, modules: model.Modules = model.PLAIN,
@@ -49,7 +53,7 @@ def build_model(config: model.ModelConfig, tensors: Iterable[tuple[str, Tensor]]
     holds the weights once. ValueError: too little memory, or what `load_weights` raises."""
     with torch.device("meta"):  # shapes without memory
         built = model.Transformer(config, modules_for(config, modules))
-    types = {parameter: parameter.dtype if parameter.itemsize == 1 else torch.float32 if name.endswith(".scale")
+    types = {parameter: parameter.dtype if parameter.itemsize == 1 else torch.float32 if name.endswith(FLOAT32)
              else dtype for name, parameter in built.named_parameters()}
     size = sum(parameter.numel() * kind.itemsize for parameter, kind in types.items())
     is_cuda = torch.device(device).type == "cuda"
@@ -73,6 +77,8 @@ def build_model(config: model.ModelConfig, tensors: Iterable[tuple[str, Tensor]]
 def modules_for(config: model.ModelConfig, modules: model.Modules = model.PLAIN) -> model.Modules:
     """The modules; for a mixture of experts with its MLPs, for gpt-oss, Ministral 3 and layers of several kinds with
     these."""
+    if config.output_gate:
+        modules = feature("qwen3_5", "attention with an output gate").with_output_gate(modules)
     if config.sinks:
         modules = feature("gpt_oss", "a model with sinks").with_sinks(modules)
     if config.experts:
@@ -146,7 +152,9 @@ def checkpoint_tensors(name: str, parameter: Tensor, config: model.ModelConfig) 
     """The checkpoint's tensors that make up our parameter `name`: {tensor name: the rows that it fills}."""
     *path, module, kind = name.split(".")
     rows = {module: parameter}
-    if module == "qkv_proj":
+    if parts := config.parts.get(module):
+        rows = {part: one for part, one in zip(parts, parameter.split([*parts.values()])) if part}  # "": no meaning
+    elif module == "qkv_proj":
         num_kv_heads, head_dim = config.layer_heads[int(path[-1])] if config.layer_heads else (
             config.num_kv_heads, config.head_dim)
         q, kv = config.num_heads * head_dim, num_kv_heads * head_dim
@@ -165,19 +173,24 @@ def fold(name: str, weight: Tensor, config: model.ModelConfig, back: bool = Fals
         scale = config.logits_scaling if name == "norm.weight" else 1.0
         if (scale, config.norm_offset) != (1, 0):
             weight = weight * scale - config.norm_offset if back else (weight + config.norm_offset) / scale
+    orders = [torch.tensor(order) for module, order in config.orders.items() if f".{module}." in name]
     size = rotary_dim(config.ropes[0], config.head_dim) if config.ropes else config.head_dim
     is_interleaved = config.ropes and config.ropes[0].get("is_interleaved", False)
-    if (size < config.head_dim or is_interleaved) and "qkv_proj" in name:
+    is_norm = config.qk_norm and name.endswith(("q_norm.weight", "k_norm.weight"))  # of a head
+    if (size < config.head_dim or is_interleaved) and ("qkv_proj" in name or is_norm):
         half, pairs = config.head_dim // 2, size // 2
         firsts, seconds = range(pairs), range(pairs, size)  # of the pairs
         if is_interleaved:
             firsts, seconds = range(0, size, 2), range(1, size, 2)
-        order = torch.tensor([*firsts, *range(size, half + pairs), *seconds, *range(half + pairs, config.head_dim)],
-                             device=weight.device)
-        kind = weight.dtype
-        heads = weight.view(torch.uint8 if kind.itemsize == 1 else kind).unflatten(0, (-1, config.head_dim))
-        q_and_k, v = heads.tensor_split([config.num_heads + config.num_kv_heads])
-        weight = torch.cat([q_and_k.index_select(1, order.argsort() if back else order), v]).flatten(0, 1).view(kind)
+        order = torch.tensor([*firsts, *range(size, half + pairs), *seconds, *range(half + pairs, config.head_dim)])
+        heads = torch.arange(len(weight)).view(-1, config.head_dim)
+        q_and_k = heads[:config.num_heads + config.num_kv_heads]  # a norm's weight has one head
+        q_and_k.copy_(q_and_k[:, order])
+        orders.append(heads.flatten())
+    for order in reversed(orders) if back else orders:
+        rows = weight.view(torch.uint8 if weight.itemsize == 1 else weight.dtype)
+        order = (order.argsort() if back else order).to(weight.device)
+        weight = rows.index_select(0, order).view(weight.dtype)
     return weight
 
 

@@ -341,7 +341,9 @@ OF_FEATURES = {
     "CwmForCausalLM": "more_families.cwm", "Ernie4_5ForCausalLM": "more_families.ernie4_5",
     "Ernie4_5_ForCausalLM": "more_families.ernie4_5",  # the name in its first checkpoints
     "GraniteMoeHybridForCausalLM": "more_families.granite4", "SeedOssForCausalLM": "more_families.seed_oss",
-    "ArceeForCausalLM": "more_families.arcee", "Lfm2ForCausalLM": "lfm2.lfm2"}
+    "ArceeForCausalLM": "more_families.arcee", "Lfm2ForCausalLM": "lfm2.lfm2",
+    "Qwen3NextForCausalLM": "qwen3_5.qwen3_next", "Qwen3_5ForCausalLM": "qwen3_5.qwen3_5",
+    "Qwen3_5MoeForCausalLM": "qwen3_5.qwen3_5_moe"}
 # Multimodal architectures: the model_type of a text model inside (where none is given, the first) -> the architecture
 # that it equals, and its own defaults. Other parts, such as a vision tower, have names that the decoder does not have.
 MULTIMODAL: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
@@ -352,7 +354,9 @@ MULTIMODAL: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "qwen2_5_vl_text": ("Qwen2ForCausalLM", dict(
             rope_theta=1e6, rms_norm_eps=1e-5, num_key_value_heads=8, max_window_layers=80))},
     "Qwen3VLForConditionalGeneration": {"qwen3_vl_text": ("Qwen3ForCausalLM", {"rope_theta": 5e5})},
-    "Qwen3VLMoeForConditionalGeneration": {"qwen3_vl_moe_text": ("Qwen3MoeForCausalLM", {"rope_theta": 5e5})}}
+    "Qwen3VLMoeForConditionalGeneration": {"qwen3_vl_moe_text": ("Qwen3MoeForCausalLM", {"rope_theta": 5e5})},
+    "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": ("Qwen3_5ForCausalLM", {})},
+    "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM", {})}}
 REFUSED = {  # a part of an architecture's name -> the reason
     "^Gemma4": "Gemma 4, with heads of two sizes and layers that share a cache",
     "^GraniteMoeHybrid": "Granite 4 with experts",

@@ -370,7 +370,8 @@ class StateLayer(model.Layer):
 def with_state_layers(modules: model.Modules, config: model.ModelConfig) -> model.Modules:
     """The modules, with the family's layers where config.states has them."""
     def choose(base: type[model.Layer]) -> Callable[..., model.Layer]:
-        is_short = base.attention is not model.Layer.attention  # as in last_layer.py
+        # as in last_layer.py; qwen3_5.py says it of its layers
+        is_short = getattr(base, "is_short", base.attention is not model.Layer.attention)
         layer = type(f"{base.__name__}WithStates", (config.states["layer"], base), {"is_short": is_short})
         return lambda c, i, m: (layer if i in c.states["layers"] else base)(c, i, m)
     return modules._replace(layer=choose(modules.layer), last_layer=choose(modules.last_layer))

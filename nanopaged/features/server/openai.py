@@ -117,7 +117,7 @@ class Serving:
             prompts = [{"prompt_token_ids": self._encode(prompt)[-length:]} for prompt in prompts]
         salt = {"cache_salt": body["cache_salt"]} if "cache_salt" in body else {}
         return make(self, path, body, [prompt | salt for prompt in prompts], params,
-                    partial(Reader, kind, thinks))
+                    partial(Reader, kind, thinks, tools))
 
     def _read_thinking(self, prompt: str, params: SamplingParams) -> bool | None:
         """Reader.thinks of the answer to this prompt. A grammar begins when the thoughts end, unless they have ended in

@@ -2,6 +2,13 @@
 
     thoughts      <think>The user wants ..</think>                     in front of what follows
     hermes        <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>           Hermes and Qwen
+    qwen3_coder   <tool_call>                                          Qwen3-Coder, Qwen3.5
+                  <function=f>
+                  <parameter=x>
+                  1
+                  </parameter>
+                  </function>
+                  </tool_call>
     llama3_json   {"name": "f", "parameters": {"x": 1}}; {"name": ..                    Llama 3
     mistral       [TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}, ..]                Mistral, and newer:
                   [TOOL_CALLS]f[ARGS]{"x": 1}[TOOL_CALLS] ..
@@ -11,6 +18,7 @@
 
 The names are vLLM's. A call in a format of models is sent when it is complete: until then it may turn out to be
 none, and what is no call stays text. The arguments of a forced call, and of one of gpt-oss's, are sent as they come.
+In qwen3_coder's form values are plain text: the tool's schema tells which are strings, and others are read as JSON.
 """
 import json
 import uuid
@@ -23,6 +31,7 @@ SPACES = r"(?<!\s)\s*+"  # from the first of them on, without backtracking: many
 THINK, END_THINK = "<think>", "</think>"
 THINKING, THOUGHT = rf"\A\s*+{THINK}\s*", rf"{SPACES}{END_THINK}\s*"
 FORMATS = {  # name -> a part of the chat templates of its models; a call up to its JSON, with its name; a call's end
+    "qwen3_coder": ("<parameter=", rf"{SPACES}(?:<tool_call>\s*+)?+<function=([\w.-]+)>\s*", r"\s*</tool_call>"),
     "hermes": ("<tool_call>", rf"{SPACES}<tool_call>\s*()", r"\s*</tool_call>"),
     "mistral": ("[TOOL_CALLS]", rf"{SPACES}\[TOOL_CALLS\]\s*([\w.-]*)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*", ""),
     "llama3_json": ("dictionary of argument name", rf"{SPACES};?+\s*+(?:<\|python_tag\|>)?+\s*+()(?={{)", ""),
@@ -31,6 +40,9 @@ FORMATS = {  # name -> a part of the chat templates of its models; a call up to 
                r"(?P<channel>\w+)\s*+(?:to=(?P<to>[\w.-]+))?+[^<]*+(?:<\|constrain\|>)?+[^<]*+<\|message\|>",
                r"<\|(?:end|call|return)\|>|(?=<\|(?:start|channel)\|>)")}
 NO_CALLS = "", "(?!)", ""  # a pattern that matches nothing
+PARAMETER = r"<parameter=([^>\n]+)>\n?+(.*?)\n?</parameter>\s*+(?=<parameter=|</function>)"
+PARAMETERS = regex.compile(rf"(?>{PARAMETER})*+</function>", regex.DOTALL)
+PYTHON = {"True": True, "False": False, "None": None}  # as its template writes them
 FORCED = regex.compile(r'\{"name":"([\w-]+)","arguments":')
 NAME = regex.compile("[A-Za-z0-9_-]{1,64}")
 # Schemas of tools have keywords that llguidance does not know, "uniqueItems" for example: these bind nothing.
@@ -93,10 +105,11 @@ class Reader:
 
     kind: a name in FORMATS, "forced", or None if there are no calls
     thinks: True: the text begins within a thought; False: it may begin with one; None: there are none, or no more
+    tools: what the model may call, as in a request
     """
 
-    def __init__(self, kind: str | None, thinks: bool | None = None):
-        self.kind, self.thinks = kind, thinks
+    def __init__(self, kind: str | None, thinks: bool | None = None, tools: list | None = None):
+        self.kind, self.thinks, self.tools = kind, thinks, tools
         self.held = ""  # text that is not sent yet: more may come that belongs to it
         self.num_calls = self.next_try = 0
         self.channel: str | None = None  # of the message that the text is in: a delta's key; None: it is in none
@@ -152,7 +165,10 @@ class Reader:
 
     def _parse(self, begin: Any, close: str, ended: bool) -> tuple[list[tuple[Any, Any]], int]:
         """The calls in front of the held text, none if that is other JSON, and where they end."""
-        value, end = json.JSONDecoder().raw_decode(self.held, len(begin[0]))
+        if self.kind == "qwen3_coder":
+            value, end = self._read_parameters(begin[1], len(begin[0]))
+        else:
+            value, end = json.JSONDecoder().raw_decode(self.held, len(begin[0]))
         if not (closed := regex.compile(close).match(self.held, end)) and not ended:
             raise ValueError
         value = {"name": begin[1], "arguments": value} if begin[1] else value
@@ -160,6 +176,26 @@ class Reader:
                  for call in (value if isinstance(value, list) else [value])]
         are_calls = all([*map(type, call)] == [str, dict] for call in calls)
         return calls if are_calls else [], closed.end() if closed else end
+
+    def _read_parameters(self, name: str, start: int) -> tuple[dict[str, Any], int]:
+        """The arguments that the held text has from here on, and where they end. ValueError: not all of them."""
+        match = PARAMETERS.match(self.held, start)
+        if not match:
+            raise ValueError
+        return {key: self._read_value(name, key, text) for key, text in zip(*match.allcaptures()[1:])}, match.end()
+
+    def _read_value(self, function: str, parameter: str, text: str) -> Any:
+        """As the tool's schema wants it: a string if it may be one, else what the text says in JSON."""
+        try:
+            [schema] = [tool["function"]["parameters"]["properties"][parameter] for tool in self.tools or ()
+                        if tool["function"]["name"] == function]
+            types = [one.get("type", "string" if "enum" in one else "") for one in schema.get("anyOf", [schema])]
+            types = [name for given in types for name in ([given] if isinstance(given, str) else given)]
+            if "string" in types and not ("null" in types and text in ("null", "None")):
+                return text
+            return PYTHON[text] if text in PYTHON else json.loads(text)
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):  # no such schema, or no JSON
+            return text
 
     def _read_channels(self, delta: dict[str, Any], ended: bool) -> None:
         """gpt-oss's messages. Those to functions are calls, and text outside of messages is content. A head that the
