@@ -237,11 +237,18 @@ def convolve(u: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, s: 
     return o if bias is None else o + bias
 
 
+def pick_kernels(config: model.ModelConfig, modules: model.Modules, dtype: torch.dtype, device: torch.device) -> Any:
+    """The module that config.states["kernels"] names, beside small kernels (fused.py), and if it can run here."""
+    if "kernels" in config.states and modules.norm is not model.PLAIN.norm:
+        module = default_feature(config.states["kernels"], "a recurrence in plain torch, which is slower,")
+        return module if module and module.fits(config.states["shapes"], dtype, device) else None
+    return None
+
+
 class StatesRunner(Runner):
     rows: StatesRows
     pool: StatesPool
     splits_chunks = False  # see graphs.py
-    state_kernels: Any = None  # the module that config.states["kernels"] names, if it can run here
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
@@ -249,10 +256,7 @@ class StatesRunner(Runner):
         self.pool = StatesPool(c.states["shapes"], [layer in c.states["layers"] for layer in range(c.num_layers)],
                                self.max_num_seqs, self.options.enable_prefix_caching * self.options.snapshot_memory,
                                pool.block_shape, pool.dtype, pool.device)
-        if "kernels" in c.states and self.modules.norm is not model.PLAIN.norm:  # features/fused.py
-            module = default_feature(c.states["kernels"], "a recurrence in plain torch, which is slower,")
-            is_able = module and module.fits(c.states["shapes"], self.dtype, self.device)
-            self.state_kernels = module if is_able else None
+        self.state_kernels = pick_kernels(c, self.modules, self.dtype, self.device)
 
     def _make_rows(self) -> Rows:
         return StatesRows(self.max_num_seqs, engine.cdiv(self.max_model_len, self.block_size), self.device)
