@@ -151,12 +151,13 @@ def decode_kernel(out, qkv, z, b, a, conv_weight, A_log, dt_bias, norm_weight, e
     GROUP: tl.constexpr = V_HEADS // K_HEADS
     SLOT: tl.constexpr = V_HEADS * K_DIM * V_DIM
     head, place = tl.program_id(0), tl.program_id(1)
-    if tl.load(lens + place) != 1:
-        kernel.wait_for_previous_kernel(PDL)
-        return
-    token, position = tl.load(query_start_loc + place).to(tl.int64), tl.load(num_computed + place)
+    num_tokens, position = tl.load(lens + place), tl.load(num_computed + place)
+    token = tl.load(query_start_loc + place).to(tl.int64)
     source = tl.load(sources + place * source_row).to(tl.int64)  # 64 bits: a pool may have more than 2^31 numbers
     target = tl.load(targets + place * TARGETS * target_row).to(tl.int64)
+    if num_tokens != 1:
+        kernel.wait_for_previous_kernel(PDL)
+        return
     dim, v_dim = tl.arange(0, K_DIM), tl.arange(0, V_DIM)
     inside = head * K_DIM * V_DIM + dim[:, None] * V_DIM + v_dim[None, :]
     s = tl.load(state + source * SLOT + inside, mask=dim[:, None] < tl.where(position > 0, K_DIM, 0), other=0.0)
