@@ -10,11 +10,13 @@ are none. So the sizes do not change, and a step can be recorded. A batch row ha
     row    source, live, position of a mark, its slot, position, slot
 """
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, Callable, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanopaged import engine, kernel, model
@@ -24,11 +26,14 @@ from nanopaged.device.rows import Rows
 from nanopaged.device.runner import Runner, StepTensors
 from nanopaged.features.kinds import Kinds
 from nanopaged.features.kinds.states import MOST_MARKS, States
+from nanopaged.options import default_feature
 from nanopaged.weights.build import memory_for
 
 STATES = "states"  # the kind's name
 NOBODYS, ZERO, FIRST = 0, 1, 2  # slots on the device; FIRST + states.NONE is ZERO
 EMPTY_ROW = [ZERO, NOBODYS] + [0, NOBODYS] * MOST_MARKS
+MOST_CHUNKED = 64  # sequences with several tokens that a recorded step has room for
+MOST_FEW = 4  # see Work
 
 
 # --------------------------------------------------------------------------------------------------
@@ -99,6 +104,20 @@ class StatesRows(Rows):
         return row + EMPTY_ROW[len(row):]
 
 
+class Work(NamedTuple):
+    """What kernels compute in a step, in place of rounds. -1: room in a recorded step. Of sequences with several tokens
+    there are lists [n, 2] int32 (None: the step has none of them):
+
+        chunks    (sequence, number of the chunk in its text); those of a sequence one after another
+        many      (sequence, its first entry of chunks), most chunks first
+        few       the same in a step in which one sequence has most of the chunks. `many` is empty then
+    """
+    num_decodes: int  # the sequences with one token are among the first ones, so many
+    chunks: Tensor | None = None
+    many: Tensor | None = None
+    few: Tensor | None = None
+
+
 class StateSlots(NamedTuple):
     """What layers with states read of a batch. Sequence i brings the tokens first[i] to first[i] + lens[i] - 1."""
     first: Tensor  # [N]
@@ -107,10 +126,11 @@ class StateSlots(NamedTuple):
     sources: Tensor  # [N] slots
     targets: Tensor  # [N * W] slots: of each sequence the live one, and marks
     counts: Tensor  # [N, W] the sequence's tokens of this step that the target's state has seen
-    rounds: list[tuple[Tensor, Tensor, Tensor]]  # see `make_rounds`
-    inputs: Tensor  # [T, length] of a convolution, the oldest first: indices of `convolve`'s inputs
-    last_inputs: Tensor  # [N * W, length - 1] those that targets keep
+    rounds: list[tuple[Tensor, Tensor, Tensor]] = []  # see `make_rounds`
+    inputs: Tensor | None = None  # [T, length] of a convolution, the oldest first: indices of `convolve`'s inputs
+    last_inputs: Tensor | None = None  # [N * W, length - 1] those that targets keep
     kernels: Any = None  # the module with the layers' kernels, if they are used
+    work: Work | None = None
 
 
 @dataclass
@@ -140,16 +160,62 @@ def make_rounds(query_lens: list[int], seq_lens: list[int], chunk: int) -> list[
     return rounds
 
 
-def with_states(batch: model.Batch, rows: Tensor, length: int, rounds: list) -> StatesBatch:
-    """rows: of the sequences, as EMPTY_ROW; length: tokens of a convolution"""
-    first, lens = batch.query_start_loc[:-1], batch.query_start_loc.diff()
-    token = torch.arange(len(batch.input_ids), dtype=torch.int32, device=rows.device)
-    # The last place takes the padding behind its tokens.
-    place = torch.bucketize(token, batch.query_start_loc[1:], right=True, out_int32=True).clamp(max=len(lens) - 1)
-    num_computed = batch.seq_lens - lens
+def num_chunked(num_tokens: int, num_seqs: int) -> int:
+    """The sequences with several tokens that a recorded step of this size has room for."""
+    return max(1, min(num_tokens // 2, num_seqs, MOST_CHUNKED))
+
+
+def work_layout(num_tokens: int, num_seqs: int, chunk: int) -> list[int]:
+    """The lengths of Work's lists with room for num_seqs sequences with several tokens."""
+    return [num_tokens // chunk + num_seqs, num_seqs, MOST_FEW]
+
+
+def make_work(query_lens: list[int], seq_lens: list[int], chunk: int) -> tuple[list[list[int]], ...]:
+    """Work's lists. With a chunk of 4, lens 1 and 7, and 2 tokens before these 7, chunks are 1 0, 1 1 and 1 2."""
+    chunks, sequences = list[list[int]](), list[tuple[int, int, int]]()
+    for place, (num_tokens, seq_len) in enumerate(zip(query_lens, seq_lens)):
+        if num_tokens > 1:
+            numbers = range((seq_len - num_tokens) // chunk, engine.cdiv(seq_len, chunk))
+            sequences.append((-len(numbers), place, len(chunks)))
+            chunks += [[place, number] for number in numbers]
+    sequences.sort()
+    lists = [[place, entry] for _, place, entry in sequences]
+    # More programs share a state then. (In delta_kernels.py they take 0.6 of the time for one long sequence, and
+    # longer than few programs where there are many sequences.)
+    is_few = bool(lists) and len(lists) <= MOST_FEW and len(chunks) < -1.5 * sequences[0][0]
+    return (chunks, [], lists) if is_few else (chunks, lists, [])
+
+
+def pad_lists(lists: Iterable[list[list[int]]], layout: list[int]) -> Tensor:
+    """Lists of pairs one behind another, [n, 2] int32 on the host; each is padded with -1 to its length in the layout.
+    """
+    parts = [part + [[-1, -1]] * (length - len(part)) for part, length in zip(lists, layout, strict=True)]
+    return torch.tensor([*chain(*parts)], dtype=torch.int32).view(-1, 2)
+
+
+def state_slots(query_start_loc: Tensor, seq_lens: Tensor, rows: Tensor, **plan: Any) -> StateSlots:
+    """rows: of the sequences, as EMPTY_ROW; plan: rounds, or kernels and work"""
+    lens = query_start_loc.diff()
+    num_computed = seq_lens - lens
     marked = (rows[:, 2::2] - num_computed[:, None]).clamp(min=0)
-    counts = torch.cat([lens[:, None], marked], 1)
-    back = torch.arange(length - 1, -1, -1, dtype=torch.int32, device=rows.device)  # tokens before another one
+    return StateSlots(query_start_loc[:-1], lens, num_computed, rows[:, 0], rows[:, 1::2].flatten(),
+                      torch.cat([lens[:, None], marked], 1), **plan)
+
+
+def with_states(batch: model.Batch, rows: Tensor, length: int, **plan: Any) -> StatesBatch:
+    """length: tokens of a convolution in torch, or 0"""
+    slots = state_slots(batch.query_start_loc, batch.seq_lens, rows, **plan)
+    slots = with_inputs(slots, len(batch.input_ids), length) if length else slots
+    return StatesBatch(*(getattr(batch, one.name) for one in fields(model.Batch)), slots)
+
+
+def with_inputs(slots: StateSlots, num_tokens: int, length: int) -> StateSlots:
+    """The same with what a convolution reads that is computed in torch."""
+    first, lens, counts = slots.first, slots.lens, slots.counts
+    token = torch.arange(num_tokens, dtype=torch.int32, device=first.device)
+    # The last place takes the padding behind its tokens.
+    place = torch.bucketize(token, first + lens, right=True, out_int32=True).clamp(max=len(lens) - 1)
+    back = torch.arange(length - 1, -1, -1, dtype=torch.int32, device=first.device)  # tokens before another one
 
     def inputs(place: Tensor, index: Tensor) -> Tensor:
         """Of a window that ends at this token of a place's tokens: in this step's inputs, or in its state's."""
@@ -157,11 +223,9 @@ def with_states(batch: model.Batch, rows: Tensor, length: int, rounds: list) -> 
         new, old = (length - 1) * len(lens) + first[place][..., None] + at, (length - 1) * (place[..., None] + 1) + at
         return torch.where(at < 0, old, new)
 
-    places = torch.arange(len(lens), dtype=torch.int32, device=rows.device)[:, None]
+    places = torch.arange(len(lens), dtype=torch.int32, device=first.device)[:, None]
     kept = inputs(places, counts - 1)[..., 1:].flatten(0, 1)
-    slots = StateSlots(first, lens, num_computed, rows[:, 0], rows[:, 1::2].flatten(), counts, rounds,
-                       inputs(place, token - first[place]), kept)
-    return StatesBatch(*(getattr(batch, one.name) for one in fields(model.Batch)), slots)
+    return slots._replace(inputs=inputs(place, token - first[place]), last_inputs=kept)
 
 
 def convolve(u: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, s: StateSlots) -> Tensor:
@@ -171,6 +235,14 @@ def convolve(u: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, s: 
     states[s.targets] = inputs[s.last_inputs].to(states.dtype)
     o = torch.einsum("tld,dl->td", inputs[s.inputs], weight[:, 0])
     return o if bias is None else o + bias
+
+
+def pick_kernels(config: model.ModelConfig, modules: model.Modules, dtype: torch.dtype, device: torch.device) -> Any:
+    """The module that config.states["kernels"] names, beside small kernels (fused.py), and if it can run here."""
+    if "kernels" in config.states and modules.norm is not model.PLAIN.norm:
+        module = default_feature(config.states["kernels"], "a recurrence in plain torch, which is slower,")
+        return module if module and module.fits(config.states["shapes"], dtype, device) else None
+    return None
 
 
 class StatesRunner(Runner):
@@ -184,6 +256,7 @@ class StatesRunner(Runner):
         self.pool = StatesPool(c.states["shapes"], [layer in c.states["layers"] for layer in range(c.num_layers)],
                                self.max_num_seqs, self.options.enable_prefix_caching * self.options.snapshot_memory,
                                pool.block_shape, pool.dtype, pool.device)
+        self.state_kernels = pick_kernels(c, self.modules, self.dtype, self.device)
 
     def _make_rows(self) -> Rows:
         return StatesRows(self.max_num_seqs, engine.cdiv(self.max_model_len, self.block_size), self.device)
@@ -195,18 +268,69 @@ class StatesRunner(Runner):
 
     def make_batch(self, sent: StepTensors, logits_indices: Tensor | None, sampling_places: Tensor | None,
                    metadata: model.AttentionMetadata) -> model.Batch:
+        chunk, length, plan = self.config.states["unit"], self.config.states["length"], dict[str, Any]()
+        if self.state_kernels:
+            length, plan = 0, dict(kernels=self.state_kernels, work=Work(metadata.num_decodes))
+            if metadata.max_query_len > 1:
+                num_tiles = super().num_query_tiles(len(sent.input_ids), len(sent.rows))
+                tiles, lists = metadata.query_tiles[:num_tiles], metadata.query_tiles[num_tiles:]
+                num_more = len(sent.input_ids) // chunk + MOST_FEW
+                layout = work_layout(len(sent.input_ids), (len(lists) - num_more) // 2, chunk)
+                plan["work"] = Work(metadata.num_decodes, *lists.split(layout))
+                metadata = metadata._replace(query_tiles=tiles)
+        elif chunk > 1 and metadata.max_query_len > 1:
+            rounds = make_rounds(*self.lens, chunk)
+            sent_plan = iter(self.send([numbers for one in rounds for numbers in one]))
+            plan = dict(rounds=[(places, tokens.view(-1, chunk), done)
+                                for places, tokens, done in zip(*[sent_plan] * 3)])
         batch = super().make_batch(sent, logits_indices, sampling_places, metadata)
-        chunk, rounds = self.config.states["unit"], []
-        if chunk > 1 and metadata.max_query_len > 1:
-            plan = make_rounds(*self.lens, chunk)
-            sent_plan = iter(self.send([numbers for one in plan for numbers in one]))
-            rounds = [(places, tokens.view(-1, chunk), done) for places, tokens, done in zip(*[sent_plan] * 3)]
-        return with_states(batch, self.rows.slots.index_select(0, sent.rows), self.config.states["length"], rounds)
+        return with_states(batch, self.rows.slots.index_select(0, sent.rows), length, **plan)
+
+    # ---- Recorded steps (graphs.py). Work lists of kernels stand behind that of attention
 
     def shapes(self) -> list:
-        """Of recorded steps (graphs.py): without those with chunks, whose number differs."""
+        """Without those with rounds, whose number differs."""
         shapes: list = super().shapes()  # type: ignore[misc]
-        return [one for one in shapes if not one.num_tiles] if self.config.states["unit"] > 1 else shapes
+        has_rounds = self.config.states["unit"] > 1 and not self.state_kernels
+        return [one for one in shapes if not one.num_tiles] if has_rounds else shapes
+
+    def graph_shape(self, query_lens: list[int], seq_lens: list[int]) -> Any:
+        """None, too, for more chunks than a recorded step has room for."""
+        shape = super().graph_shape(query_lens, seq_lens)  # type: ignore[misc]
+        if shape and shape.num_tiles and self.state_kernels:
+            needed = self.num_needed(make_work(query_lens, seq_lens, self.config.states["unit"]), shape.num_tokens)
+            return shape if needed <= num_chunked(*shape[:2]) else None
+        return shape
+
+    def num_query_tiles(self, num_tokens: int, num_seqs: int) -> int:
+        count = super().num_query_tiles(num_tokens, num_seqs)
+        layout = work_layout(num_tokens, num_chunked(num_tokens, num_seqs), self.config.states["unit"])
+        return count + sum(layout) * bool(self.state_kernels)
+
+    def make_query_tiles(self, query_lens: list[int], seq_lens: list[int], num_tokens: int, num_seqs: int) -> Tensor:
+        tiles = super().make_query_tiles(query_lens, seq_lens, num_tokens, num_seqs)
+        if not self.state_kernels or max(query_lens) == 1:
+            return tiles
+        chunk = self.config.states["unit"]
+        work = make_work(query_lens, seq_lens, chunk)
+        room = max(num_chunked(num_tokens, num_seqs), self.num_needed(work, num_tokens))
+        layout = [super().num_query_tiles(num_tokens, num_seqs), *work_layout(num_tokens, room, chunk)]
+        return pad_lists([tiles.tolist(), *work], layout)
+
+    def num_needed(self, work: tuple[list[list[int]], ...], num_tokens: int) -> int:
+        """The room, in sequences with several tokens, that a step of num_tokens tokens must have for these lists."""
+        chunks, many, few = work
+        return max(len(many), len(few), len(chunks) - num_tokens // self.config.states["unit"])
+
+    def trial(self, batch: model.Batch) -> model.Batch:
+        """With memory for all chunks that a recorded step has room for."""
+        slots = batch.states
+        if slots.work and slots.work.chunks is not None:
+            most, *_ = work_layout(len(batch.input_ids), MOST_CHUNKED, self.config.states["unit"])
+            chunks = slots.work.chunks
+            chunks = F.pad(chunks, (0, 0, 0, max(0, most - len(chunks))), value=-1)
+            batch.states = slots._replace(work=slots.work._replace(chunks=chunks))
+        return super().trial(batch)
 
 
 # --------------------------------------------------------------------------------------------------
