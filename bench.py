@@ -96,6 +96,9 @@ ATTENTION = {
     "decode 256 x 800": (256, 1, 800, "3,459"), "decode 256 x 4k": (256, 1, 4096, "4,379"),
     "prefill 1 x 8k": (1, 8192, 8192, "612"), "prefill 8 x 2k": (8, 2048, 2048, "479"),
     "prefill 16 x 512": (16, 512, 512, "226"), "prefill 4 x (2k after 14k)": (4, 2048, 16384, "646")}
+# A gated delta net: (sequences, tokens of each, microseconds that flash-linear-attention 0.6 took on an H200).
+DELTA = {"decode of 1": (1, 1, "5.9"), "decode of 64": (64, 1, "96.9"), "decode of 256": (256, 1, "368"),
+         "prefill 1 x 8,192": (1, 8192, "745"), "prefill 8 x 2,048": (8, 2048, "1,157")}
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 16, 8, 128  # of the attention sections
 KV_BYTES = 2 * NUM_KV_HEADS * HEAD_DIM * 2  # K and V of one token in bfloat16
 RECORDED = "sizes recorded; without --warm-up a first run is 10 to 15% slower"
@@ -114,7 +117,7 @@ def row(name: str, value: float, unit: str, limit: float | None = None, note: st
     ROWS.append(dict(name=name, value=value, unit=unit, limit=limit, peer=peer, note=note))
     text = f"{name:48} {_number(value):>10} {unit:14}"
     if limit:
-        reached = limit / value if unit.startswith(("ms", "s")) else value / limit
+        reached = limit / value if unit.startswith(("ms", "us", "s")) else value / limit
         text += f" limit {_number(limit):>9}, {reached:4.0%} of it"
     remarks = "; ".join(remark for remark in (peer, note) if remark)
     print(text + (f"   [{remarks}]" if remarks else ""), flush=True)
@@ -288,6 +291,50 @@ def paging(limits: Card, quick: bool) -> None:
         label = "contiguous" if block_size == 4096 else f"block_size {block_size}"
         for name, sizes in (("decode 64 x 4k", (64, 1, 4096)), ("prefill 2 x 4k", (2, 4096, 4096))):
             attention_row(limits, f"paging, {name}, {label}", *sizes, block_size, block_size < 4096)
+
+
+def delta_seconds(count: int, length: int, k_heads: int, v_heads: int, dim: int) -> float:
+    """Time of a gated delta net between its projections, for `count` sequences with so many new tokens, from a graph of
+    calls. Those of decode have states of their own, which together exceed the L2 cache."""
+    kernels, recurrent = feature("delta_kernels", "delta"), feature("kinds.recurrent", "delta")
+    channels, num_slots, noise = (2 * k_heads + v_heads) * dim, 640, partial(torch.randn, device="cuda")
+    ints, half = partial(torch.tensor, dtype=torch.int32, device="cuda"), partial(noise, dtype=torch.bfloat16)
+    w = kernels.Weights(half(channels, 4) / 2, noise(v_heads), noise(v_heads) - 2, noise(dim), 1e-6, k_heads, v_heads,
+                        dim, dim, 4)
+    states = [noise(num_slots, 4, channels), noise(num_slots, v_heads, dim, dim) / 10]
+    sizes, ends = [channels, v_heads * dim, v_heads, v_heads], [1000 if length == 1 else length] * count
+    qkv, z, b, a = half(count * length, sum(sizes)).split(sizes, dim=1)
+    work, calls = recurrent.Work(count), max(2, min(100, num_slots // count))
+    if length > 1:
+        layout, calls = recurrent.work_layout(count * length, count, kernels.CHUNK), 2
+        lists = recurrent.pad_lists(recurrent.make_work([length] * count, ends, kernels.CHUNK), layout)
+        work = recurrent.Work(0, *lists.cuda().split(layout))
+    slots = [recurrent.state_slots(
+        ints(range(0, count * length + 1, length)), ints(ends),
+        ints([[slot, slot, *recurrent.EMPTY_ROW[2:]] for slot in part]), work=work)
+        for part in torch.randperm(num_slots)[:calls * count].view(calls, count).tolist()]
+
+    def every_call() -> None:
+        for one in slots:
+            kernels.gated_delta(qkv, z.unflatten(1, (v_heads, dim)), b, a, w, states, one)
+
+    every_call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        every_call()
+    return gpu_seconds(graph.replay, 15) / calls
+
+
+def delta(limits: Card, quick: bool) -> None:
+    """Gated delta nets with Qwen3.5's 16 k heads and 32 v heads of 128, bfloat16, states in float32."""
+    k_heads, v_heads, dim, chunk = 16, 32, 128, 64
+    # Products of a token: w S, q S and k^T new; in its chunk u, w and P new of v heads, and two of k heads.
+    flops = 2 * dim * (v_heads * 3 * (dim + chunk) + k_heads * 2 * chunk)
+    for name, (count, length, peer) in DELTA.items():
+        seconds = delta_seconds(count, length, k_heads, v_heads, dim)
+        num_bytes = 8 * count * v_heads * dim * dim + 2 * count * length * (2 * k_heads + 3 * v_heads) * dim
+        limit = max(num_bytes / limits.copy, count * length * flops / limits.product * (length > 1))
+        row(f"gated delta net, {name}", seconds * 1e6, "us", limit * 1e6, peer=f"flash-linear-attention {peer}")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -902,8 +949,8 @@ def machine() -> str:
 
 
 ANYWHERE: list[Callable[..., None]] = [scheduler, fragmentation, batching, server]
-ON_CUDA: list[Callable[..., None]] = [start, attention, paging, decode, throughput, shared, latency, large, windows,
-                                      experts, gpt_oss, hybrid, structured, drafts, simulate, data_parallel,
+ON_CUDA: list[Callable[..., None]] = [start, attention, paging, delta, decode, throughput, shared, latency, large,
+                                      windows, experts, gpt_oss, hybrid, structured, drafts, simulate, data_parallel,
                                       tensor_parallel, parallel_sizes]
 QUICK = {"scheduler", "fragmentation", "batching", "server", "attention", "decode"}
 

@@ -3,23 +3,15 @@
     decode      places with one new token, in one launch: convolution, gates, state and gated norm
     prefill     the others, in chunks of CHUNK tokens, one launch after another:
         conv_kernel       the convolution, and SiLU
-        prepare_kernel    each chunk by itself: norms of q and k, gates, T, and from it w, u and P
-        scan_kernel       each place from chunk to chunk: the state, and the outputs; its slots get both states
+        prepare_kernel    each chunk by itself: norms of q and k, gates, (I + A)^-1, and from it w, u and P
+        scan_kernel       each place from chunk to chunk: the state, and o; its slots get both states
         norm_kernel       the gated norm
 
-**Chunks.** Token by token a state would be read and written once a token. With C tokens at once the recurrence is a
-triangular system (Yang et al. 2024, "Gated Delta Networks", section 3). G_i is the sum of g up to token i of the chunk,
-and S the state before the chunk:
-
-    A[i, j] = beta_i exp(G_i - G_j) k_i . k_j   for j < i, else 0         T = (I + A)^-1
-    u = T (beta v)        w = T (beta exp(G) k)        new = u - w S      what each token adds to the state
-    o = exp(G) q S + P new,     P[i, j] = exp(G_i - G_j) q_i . k_j        for j <= i
-    S <- exp(G_C) S + (exp(G_C - G) k)^T new
+The letters are those of delta.py, whose form in chunks this is.
 
 **The same bits.** A program computes one head of one place, so nothing depends on the rest of the batch. Chunks begin
-at positions that are multiples of CHUNK, and the state between two of them is kept in float32. A prompt that is cut
-there has therefore the bits of an uncut one, and a mark, which falls on a chunk's end, has those of a prompt that ends
-there.
+at positions that are multiples of CHUNK, and the state between two of them is in float32. Therefore a prompt that is
+cut there has the bits of an uncut one, and a mark, which falls on a chunk's end, those of a prompt that ends there.
 
 **Slots.** A step reads one slot of a place, and writes others or the same. Inputs of positions below 0 are not read, so
 a slot needs no zeroing. All programs of a group read the ring's entries of position - 3 to position - 1, and one of
@@ -31,14 +23,15 @@ writes a state and the next one that reads it, there must therefore be another o
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanopaged import kernel, tiles
-from nanopaged.features.kinds.recurrent import StateSlots, Work
+from nanopaged.features import delta
+from nanopaged.features.delta import CHUNK, Weights
+from nanopaged.features.kinds.recurrent import StateSlots, Work, state_slots
 from nanopaged.optional_triton import INTERPRETED, jit, launch_options, tl
 
 try:
@@ -46,12 +39,12 @@ try:
 except ImportError:  # no Triton, or one without Nvidia's part
     fast_dividef = None
 
-CHUNK, TAPS = 64, 4  # of the convolution
+TAPS = 4  # of the convolution
 MIN_DIM, MAX_DIM = 16, 128  # of a head; a program of decode has its head's state in registers
 FLOAT32_MEMORY = 128 * 1024  # bytes of shared memory that a program of prepare_kernel takes in float32
 WIDE, NARROW = 128, 32  # columns of a state that a program of the scan has: in a step with many places, or few
 LOG2_E = tl.constexpr(math.log2(math.e))
-NORM_EPS = tl.constexpr(1e-6)  # of the norms of q and k
+NORM_EPS = tl.constexpr(delta.NORM_EPS)
 COMPILED = tl.constexpr(not INTERPRETED)
 
 
@@ -65,7 +58,7 @@ def fits(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.device
         MIN_DIM <= dim == tiles.next_power_of_2(dim) <= MAX_DIM for dim in dims)
 
 
-def gated_delta(qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, w: Any, states: list[Tensor],
+def gated_delta(qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, w: Weights, states: list[Tensor],
                 slots: StateSlots) -> Tensor:
     """`delta.gated_delta`; slots.work has the work lists. Rows of no sequence are not written. Rows of qkv, z, b and a
     may have any stride."""
@@ -75,18 +68,19 @@ def gated_delta(qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, w: Any, states: li
     return out
 
 
-def launches(out: Tensor, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, w: Any, states: list[Tensor],
+def launches(out: Tensor, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, w: Weights, states: list[Tensor],
              slots: StateSlots) -> Iterator[Callable[[], Any]]:
     work, (conv_state, state), num_targets = slots.work, states, len(slots.targets) // len(slots.lens)
     index, source = (slots.first, slots.lens, slots.num_computed), (slots.sources, slots.sources.stride(0))
+    target = slots.targets, slots.targets.stride(0)  # both are columns of the batch rows
     sizes = dict(RING=conv_state.shape[1], K_HEADS=w.k_heads, V_HEADS=w.v_heads, K_DIM=w.k_dim, V_DIM=w.v_dim)
     options = launch_options(qkv.device)
     if work.num_decodes:
         yield partial(
             decode_kernel[(w.v_heads, work.num_decodes)], out, qkv, z, b, a, w.conv, w.A_log, w.dt_bias, w.norm, w.eps,
-            conv_state, state, *index, slots.lens if slots.query_lens is None else slots.query_lens, *source,
-            slots.targets, slots.counts, qkv.stride(0), z.stride(0), b.stride(0), a.stride(0), TARGETS=num_targets,
-            MANY=slots.most > 1, num_warps=4, **sizes, **options)
+            conv_state, state, *index, slots.lens if slots.query_lens is None else slots.query_lens, *source, *target,
+            slots.counts, qkv.stride(0), z.stride(0), b.stride(0), a.stride(0), TARGETS=num_targets,
+            DRAFTS=slots.most > 1, num_warps=4, **sizes, **options)
     if work.chunks is None:
         return
     num_chunks, channels, make = len(work.chunks), qkv.shape[1], partial(torch.empty, dtype=qkv.dtype, device=z.device)
@@ -105,7 +99,7 @@ def launches(out: Tensor, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, w: Any, 
         form = scan_form(min(columns, w.v_dim), qkv.dtype, tiles.shared_memory(qkv.device))
         yield partial(
             scan_kernel[(w.v_heads * w.v_dim // form["TILE"], len(sequences))], out, *made, qkv, conv_state, state,
-            *index, *source, slots.targets, slots.counts, sequences, qkv.stride(0), TARGETS=num_targets, CHUNK=CHUNK,
+            *index, *source, *target, slots.counts, sequences, qkv.stride(0), TARGETS=num_targets, CHUNK=CHUNK,
             **form, **sizes, **options)
     yield partial(
         norm_kernel[(CHUNK, num_chunks)], out, z, w.norm, w.eps, *index, work.chunks, z.stride(0), CHUNK=CHUNK,
@@ -130,19 +124,17 @@ def scan_form(columns: int, dtype: torch.dtype, shared_memory: int) -> dict[str,
 
 def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
     """For warmup.py: a sequence without tokens, and work lists without entries."""
-    (taps, channels), (v_heads, k_dim, v_dim) = r.config.states["shapes"]
-    make, ints = (partial(torch.zeros, dtype=dtype, device=r.device) for dtype in (r.dtype, torch.int32))
-    x, num_targets = make(2, channels + v_heads * v_dim + 2 * v_heads), len(r.rows.empty) // 2
+    (taps, channels), (v_heads, k_dim, v_dim) = shapes = r.config.states["shapes"]
+    make = partial(torch.zeros, device=r.device)
+    ints = partial(make, dtype=torch.int32)
+    x = make(2, channels + v_heads * v_dim + 2 * v_heads, dtype=r.dtype)
     qkv, z, b, a = x.split([channels, v_heads * v_dim, v_heads, v_heads], dim=1)
-    w = SimpleNamespace(conv=make(channels, taps), A_log=make(v_heads), dt_bias=make(v_heads), norm=make(v_dim),
-                        eps=1e-6, k_heads=(channels - v_heads * v_dim) // (2 * k_dim), v_heads=v_heads, k_dim=k_dim,
-                        v_dim=v_dim)
-    states = [torch.zeros(2, *shape, device=r.device) for shape in r.config.states["shapes"]]
-    none = ints(1, 2) - 1
-    slots = StateSlots(ints(1), ints(1), ints(1), ints(1, len(r.rows.empty))[:, 0], ints(num_targets),
-                       ints(1, num_targets), work=Work(1, none, none, none), most=1 + r.num_drafts)
-    z = z.unflatten(1, (v_heads, v_dim))
-    yield from launches(torch.empty_like(z), qkv, z, b, a, w, states, slots)
+    z, none = z.unflatten(1, (v_heads, v_dim)), ints(1, 2) - 1
+    w = Weights(make(channels, taps, dtype=r.dtype), make(v_heads), make(v_heads), make(v_dim), r.config.norm_eps,
+                (channels - v_heads * v_dim) // (2 * k_dim), v_heads, k_dim, v_dim, taps)
+    slots = state_slots(ints(2), ints(1), ints(1, len(r.rows.empty)), work=Work(1, none, none, none),
+                        most=1 + r.num_drafts)
+    yield from launches(torch.empty_like(z), qkv, z, b, a, w, [make(2, *shape) for shape in shapes], slots)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -151,23 +143,23 @@ def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
 
 @jit
 def decode_kernel(out, qkv, z, b, a, conv_weight, A_log, dt_bias, norm_weight, eps, conv_state, state, query_start_loc,
-                  lens, num_computed, query_lens, sources, source_row, targets, counts, qkv_row, z_row, b_row, a_row,
-                  TARGETS: tl.constexpr, MANY: tl.constexpr, RING: tl.constexpr, K_HEADS: tl.constexpr,
+                  lens, num_computed, query_lens, sources, source_row, targets, target_row, counts, qkv_row, z_row,
+                  b_row, a_row, TARGETS: tl.constexpr, DRAFTS: tl.constexpr, RING: tl.constexpr, K_HEADS: tl.constexpr,
                   V_HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, PDL: tl.constexpr):
     """Grid (v head, place). Places that are computed in chunks, or have no tokens, are left to others. The state is
-    read once and written once, or after each token (MANY: a place may have drafts), and is in registers meanwhile. It
-    and all else that no kernel of this step has written are loaded before the wait."""
+    read once and written once, or with drafts after each token, and is in registers meanwhile. It and all else that no
+    kernel of this step has written are loaded before the wait."""
     CHANNELS: tl.constexpr = 2 * K_HEADS * K_DIM + V_HEADS * V_DIM
     GROUP: tl.constexpr = V_HEADS // K_HEADS
     SLOT: tl.constexpr = V_HEADS * K_DIM * V_DIM
     head, place = tl.program_id(0), tl.program_id(1)
-    num_tokens = tl.load(lens + place)
-    if (num_tokens < 1) | (tl.load(query_lens + place) != 1):
+    num_tokens, position = tl.load(lens + place), tl.load(num_computed + place)
+    start, query_len = tl.load(query_start_loc + place).to(tl.int64), tl.load(query_lens + place)
+    source = tl.load(sources + place * source_row).to(tl.int64)  # 64 bits: a pool may have more than 2^31 numbers
+    target = tl.load(targets + place * TARGETS * target_row).to(tl.int64)
+    if (num_tokens < 1) | (query_len != 1):
         kernel.wait_for_previous_kernel(PDL)
         return
-    start, position = tl.load(query_start_loc + place).to(tl.int64), tl.load(num_computed + place)
-    source = tl.load(sources + place * source_row).to(tl.int64)  # 64 bits: a pool may have more than 2^31 numbers
-    target = tl.load(targets + place * TARGETS).to(tl.int64)
     dim, v_dim = tl.arange(0, K_DIM), tl.arange(0, V_DIM)
     inside = head * K_DIM * V_DIM + dim[:, None] * V_DIM + v_dim[None, :]
     s = tl.load(state + source * SLOT + inside, mask=dim[:, None] < tl.where(position > 0, K_DIM, 0), other=0.0)
@@ -185,7 +177,7 @@ def decode_kernel(out, qkv, z, b, a, conv_weight, A_log, dt_bias, norm_weight, e
     norm = tl.load(norm_weight + v_dim).to(tl.float32)
     is_first = head % GROUP == 0  # one program of the group keeps q and k
     kernel.wait_for_previous_kernel(PDL)
-    for t in range(num_tokens if MANY else 1):
+    for t in range(num_tokens if DRAFTS else 1):
         # All that is left is loaded together: no load moves ahead of a store.
         token = start + t
         row = qkv + token * qkv_row
@@ -203,21 +195,21 @@ def decode_kernel(out, qkv, z, b, a, conv_weight, A_log, dt_bias, norm_weight, e
         new = beta * (v - answer)
         o = old + tl.sum(q * k, 0) * new
         s = s * decay + k[:, None] * new[None, :]
-        for column in tl.static_range(TARGETS if MANY else 1):
-            if MANY:
-                target = tl.load(targets + place * TARGETS + column).to(tl.int64)
-            if (tl.load(counts + place * TARGETS + column) == t + 1) if MANY else True:
+        for column in tl.static_range(TARGETS if DRAFTS else 1):
+            if DRAFTS:
+                target = tl.load(targets + (place * TARGETS + column) * target_row).to(tl.int64)
+            if (tl.load(counts + place * TARGETS + column) == t + 1) if DRAFTS else True:
                 tl.store(state + target * SLOT + inside, s)
                 ring = conv_state + target * (RING * CHANNELS)
-                _keep_inputs_of(ring, position + t, qk_at, xa, xb, xc, is_first, source != target, RING, CHANNELS)
-                _keep_inputs_of(ring, position + t, v_at, va, vb, vc, True, source != target, RING, CHANNELS)
+                _keep_three(ring, position + t, qk_at, xa, xb, xc, is_first, source != target, RING, CHANNELS)
+                _keep_three(ring, position + t, v_at, va, vb, vc, True, source != target, RING, CHANNELS)
         scale = 1.0 / tl.sqrt(tl.sum(o * o, 0) / V_DIM + eps)
         y = o * scale * norm * _silu(gate)
         tl.store(out + (token * V_HEADS + head) * V_DIM + v_dim, y.to(out.dtype.element_ty))
 
 
 @jit
-def _keep_inputs_of(ring, position, channel, a, b, c, is_kept, is_other, RING: tl.constexpr, CHANNELS: tl.constexpr):
+def _keep_three(ring, position, channel, a, b, c, is_kept, is_other, RING: tl.constexpr, CHANNELS: tl.constexpr):
     """The input c of this position, and in another slot than the source those before it."""
     _keep_input(ring, position, channel, c, is_kept, RING, CHANNELS)
     if is_other:
@@ -416,12 +408,11 @@ def _join_blocks(d, a, i, j, SIZE: tl.constexpr, PRECISION: tl.constexpr):
 
 @jit
 def scan_kernel(out, q, k, w, u, p, total, qkv, conv_state, state, query_start_loc, lens, num_computed, sources,
-                source_row, targets, counts, work, qkv_row, TARGETS: tl.constexpr, CHUNK: tl.constexpr,
+                source_row, targets, target_row, counts, work, qkv_row, TARGETS: tl.constexpr, CHUNK: tl.constexpr,
                 TILE: tl.constexpr, PRECISION: tl.constexpr, RING: tl.constexpr, K_HEADS: tl.constexpr,
                 V_HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, PDL: tl.constexpr):
     """Grid (v head and TILE of its columns, place). The state is transposed here, s [TILE, K_DIM]: s and the rows of
     `new` are then left factors, which tensor cores take from registers. All right factors are in memory."""
-    CHANNELS: tl.constexpr = 2 * K_HEADS * K_DIM + V_HEADS * V_DIM
     TILES: tl.constexpr = V_DIM // TILE
     GROUP: tl.constexpr = V_HEADS // K_HEADS
     SLOT: tl.constexpr = V_HEADS * K_DIM * V_DIM
@@ -440,7 +431,7 @@ def scan_kernel(out, q, k, w, u, p, total, qkv, conv_state, state, query_start_l
     chunk, done = position // CHUNK, 0
     for i in range(TARGETS):  # up to each mark, then up to the end
         at = place * TARGETS + (i + 1) % TARGETS
-        count, target = tl.load(counts + at), tl.load(targets + at).to(tl.int64)
+        count, target = tl.load(counts + at), tl.load(targets + at * target_row).to(tl.int64)
         num_chunks = tl.where(count > 0, tl.cdiv(position + count, CHUNK) - chunk, 0)
         for c in range(done, num_chunks):
             of_k, of_v = (entry + c) * K_HEADS + head // GROUP, (entry + c) * V_HEADS + head

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanopaged import model
-from nanopaged.features.kinds.recurrent import Convolution, StateLayer, StateSlots, convolve, scan
+from nanopaged.features.kinds.chunks import scan
+from nanopaged.features.kinds.recurrent import Convolution, StateLayer, StateSlots, convolve
 from nanopaged.inputs import between, check_number
 
 CHUNK = 64
@@ -43,16 +44,16 @@ class Mamba(StateLayer):
         u = u.unflatten(1, (heads, -1))  # [T, H, head_dim]
         b, c = (part.unflatten(1, (groups, size)).repeat_interleave(heads // groups, 1) for part in (b, c))
         dt = F.softplus(dt.float() + self.dt_bias.float()).clamp(*s["dt_limit"])  # [T, H]
-        gates = dt, -self.A_log.float().exp() * dt
-        y = scan(step, chunk, (u, b, c), gates, states[1], slots) + self.D.float()[:, None] * u
+        y = scan(step, chunk, (u, b, c), (dt, -self.A_log.float().exp() * dt), states[1], slots)
+        y = y + self.D.float()[:, None] * u
         y = (y.flatten(1) * F.silu(gate.float())).unflatten(1, (groups, -1))
         y = F.rms_norm(y, y.shape[-1:], eps=s["norm_eps"]).flatten(1)
         return self.gated_norm.weight * y.to(x.dtype)
 
 
 def step(u: Tensor, b: Tensor, c: Tensor, dt: Tensor, a: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-    """h = exp(a) * h + dt * u * b, y = h c for a token of each of N texts: u [N, H, head_dim], b and c [N, H, size], dt
-    and a [N, H], h [N, H, head_dim, size] -> (y like u, h)"""
+    """h = exp(a) * h + dt * u * b, y = h c, of one token of each of N texts: u [N, H, head_dim], b and c [N, H, size],
+    dt and a [N, H], h [N, H, head_dim, size] -> (y, h)"""
     h = a.exp()[..., None, None] * h + (dt[..., None] * u)[..., None] * b[:, :, None]
     return torch.einsum("nhps,nhs->nhp", h, c), h
 

@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 
 import kernel
 from nanopaged import tiles
-from nanopaged.features import cascade, four_bits, fused, fused_experts, pick
+from nanopaged.features import cascade, delta_kernels, four_bits, fused, fused_experts, pick
 from nanopaged.features import hopper as hopper_file
 from nanopaged.features.fp8 import quantize_rows_kernel
 from nanopaged.features.kinds.slots import group_slots_kernel
@@ -38,7 +38,7 @@ TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def compile_kernel(function, constants: dict, dtype: torch.dtype, capability: int, num_warps=4, num_stages=3,
-                   fp8=False, make_source=ASTSource, **types):
+                   fp8=False, make_source=ASTSource, maxnreg=None, **types):
     """The compiled kernel, with pointers and strides that are multiples of 16 where an engine's always are. types: of
     arguments whose names do not tell them."""
     names = function.arg_names
@@ -54,7 +54,8 @@ def compile_kernel(function, constants: dict, dtype: torch.dtype, capability: in
     values = {(names.index(name),): value for name, value in constants.items()}
     source = make_source(function, signature, values, aligned)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32),
-                          options=dict(num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True))
+                          options=dict(num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True,
+                                       maxnreg=maxnreg))
 
 
 def _type_of(name: str, constants: dict, dtype: str) -> str:
@@ -184,6 +185,32 @@ def experts(capability: int, dtype: torch.dtype, act: str, num_tokens: int, kind
     assert compiled.metadata.shared <= memory, (compiled.metadata.shared, form)
 
 
+def delta(capability: int, dtype: torch.dtype):
+    """Tasks that compile the kernels of gated delta nets, as `delta_kernels.launches` launches them."""
+    memory, chunk = SHARED_MEMORY[capability] * 1024, dict(CHUNK=delta_kernels.CHUNK)
+    sizes = dict(RING=4, K_HEADS=16, V_HEADS=32, K_DIM=128, V_DIM=128)
+    types = {name: f"*{TYPES[dtype]}" for name in (
+        "z", "b", "a", "conv_weight", "mixed", "w", "u", "p", "q_out", "k_out", "w_out", "u_out", "p_out")}
+    types |= dict.fromkeys(("A_log", "dt_bias", "norm_weight", "conv_state", "state", "total", "total_out"), "*fp32")
+    types |= dict.fromkeys(("lens", "num_computed", "query_lens", "sources", "targets", "counts"), "*i32")
+    scans = [delta_kernels.scan_form(columns, dtype, memory) for columns in (delta_kernels.WIDE, delta_kernels.NARROW)]
+    forms = [*((delta_kernels.decode_kernel, sizes | dict(TARGETS=3 + num_drafts, DRAFTS=num_drafts > 0), {})
+               for num_drafts in (0, 5)),
+             (delta_kernels.conv_kernel, dict(TILE=512, RING=4, CHANNELS=8192, **chunk), {}),
+             (delta_kernels.prepare_kernel, sizes | chunk, delta_kernels.prepare_form(dtype)),
+             *((delta_kernels.scan_kernel, sizes | chunk | dict(TARGETS=3), form) for form in scans),
+             (delta_kernels.norm_kernel, dict(V_HEADS=32, V_DIM=128, HEADS_PADDED=32, **chunk), {})]
+
+    def compile_form(function, constants: dict, form: dict):
+        options = {name: value for name, value in form.items() if name.islower()}
+        options |= {name: kind for name, kind in types.items() if name in function.arg_names}
+        constants = constants | {name: value for name, value in form.items() if name.isupper()}
+        compiled = compile_kernel(function, constants, dtype, capability, **options)
+        assert compiled.metadata.shared <= memory, (function, compiled.metadata.shared)
+
+    yield from (partial(compile_form, *form) for form in forms)
+
+
 def check(capability: int, dtype: torch.dtype, head_dim: int, fp8: bool, form: tuple) -> bool:
     """Compile a form of attention. Whether it is too large."""
     limit, (phase, no_split, stages) = SHARED_MEMORY[capability] * 1024, form
@@ -223,6 +250,8 @@ def main(capabilities: list[int], quick: bool) -> int:
                         checks.append(partial(check, capability, dtype, head_dim, fp8, form))
             if not quick or capability >= 80:
                 tasks += others(capability, dtype, 128, window=100 if quick else 0)
+            if capability >= 80 and dtype is not torch.float32:
+                tasks += delta(capability, dtype)
     with ThreadPoolExecutor() as pool:
         futures = [pool.submit(task) for task in checks + tasks]
         return int(any([future.result() for future in futures][:len(checks)]))

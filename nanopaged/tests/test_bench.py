@@ -88,8 +88,8 @@ def test_bench_knows_the_rows_that_it_has_peers_for(monkeypatch):
     monkeypatch.setattr(bench, "random_llm", lambda *_, **__: llm)
     monkeypatch.setattr(bench, "random_prompts", lambda *_: [[0]])
     monkeypatch.setattr(bench, "workload_256", lambda *_: ([[0]], [1]))
-    for name in ("attention_seconds", "decode_ms", "draft_ms", "prefill_rate", "rate", "first_token_after",
-                 "experts_chosen"):
+    for name in ("attention_seconds", "delta_seconds", "decode_ms", "draft_ms", "prefill_rate", "rate",
+                 "first_token_after", "experts_chosen"):
         monkeypatch.setattr(bench, name, lambda *_, **__: 1.0)
     monkeypatch.setattr(bench, "step_times", lambda *_, **__: [1.0] * 3)
     monkeypatch.setattr(bench, "rate_and_host_ms", lambda *_: (1.0, 1.0))

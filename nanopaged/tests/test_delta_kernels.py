@@ -1,17 +1,44 @@
 """Gated delta nets in Triton compute what the recurrence says, token by token."""
 import random
 from functools import partial
+from itertools import accumulate
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from nanopaged import optional_triton
-from nanopaged.features import delta_kernels
+from nanopaged import model, optional_triton
+from nanopaged.device.runner import StepTensors
+from nanopaged.features import delta_kernels, graphs
 from nanopaged.features.kinds import recurrent
-from nanopaged.features.kinds.recurrent import MOST_FEW, NOBODYS, ZERO, StateSlots, Work, make_work, work_layout
-from nanopaged.tests.helpers import CUDA, DEVICE, needs_gpu, needs_kernel, relative_error
+from nanopaged.features.kinds.recurrent import (
+    MOST_FEW,
+    NOBODYS,
+    ZERO,
+    Work,
+    make_work,
+    pad_lists,
+    state_slots,
+    work_layout,
+)
+from nanopaged.options import feature
+from nanopaged.tests.helpers import (
+    CUDA,
+    DEVICE,
+    GOLDEN,
+    GREEDY,
+    assert_golden,
+    load,
+    needs,
+    needs_gpu,
+    needs_kernel,
+    relative_error,
+    tokens_of,
+)
+from nanopaged.tests.test_graphs import record_graphs
+from nanopaged.tiles import make_query_tiles
+from nanopaged.weights.checkpoint import read_safetensors
 
 CHUNK, TAPS = 64, 4
 SIZES = dict(k_heads=1, v_heads=2, k_dim=64, v_dim=64)
@@ -54,19 +81,18 @@ class Layer:
         """batch: (tokens, tokens before, source, live slot, {tokens seen: slot} of marks) of each sequence. room: more
         tokens and sequences of a recorded step"""
         (x, sizes), width = tokens, 1 + max(len(one[4]) for one in batch)
-        lens, before = [one[0] for one in batch] + [0] * room[1], [one[1] for one in batch] + [0] * room[1]
-        sources = [one[2] for one in batch] + [ZERO] * room[1]
-        rows = [[(lens[i], one[3]), *one[4].items()] for i, one in enumerate(batch)] + [[]] * room[1]
-        rows = [row + [(0, NOBODYS)] * (width - len(row)) for row in rows]
-        ints, count = partial(torch.tensor, dtype=torch.int32, device=DEVICE), sum(lens) + room[0]
-        lists = make_work(lens, [n + m for n, m in zip(lens, before)], CHUNK)
-        layout = work_layout(count, len(lens), CHUNK)
-        padded = [ints(part + [[-1, -1]] * (most - len(part))) for part, most in zip(lists, layout)]
-        work = Work(len(lens) if room[1] else lens.count(1), *(padded if max(lens) > 1 else ()))
-        slots = StateSlots(ints([0, *lens]).cumsum(0, dtype=torch.int32)[:-1], ints(lens), ints(before),
-                           ints([[source, 0] for source in sources])[:, 0],
-                           ints([slot for row in rows for _, slot in row]),
-                           ints([[seen for seen, _ in row] for row in rows]), work=work)
+        batch = [*batch, *[(0, 0, ZERO, NOBODYS, {})] * room[1]]
+        lens, ends = [one[0] for one in batch], [one[0] + one[1] for one in batch]
+        rows = [[source, live] for _, _, source, live, _ in batch]  # as EMPTY_ROW
+        for row, (_, before, *_, marks) in zip(rows, batch):
+            row += [number for seen, slot in marks.items() for number in (before + seen, slot)]
+            row += [0, NOBODYS] * (width - len(row) // 2)
+        ints, num_tokens = partial(torch.tensor, dtype=torch.int32, device=DEVICE), sum(lens) + room[0]
+        work = make_work(lens, ends, CHUNK)
+        layout = work_layout(num_tokens, max(len(lens), len(work[0])), CHUNK)
+        lists = pad_lists(work, layout).to(DEVICE).split(layout) if max(lens) > 1 else ()
+        slots = state_slots(ints([0, *accumulate(lens)]), ints(ends), ints(rows),
+                            work=Work(len(lens) if room[1] else lens.count(1), *lists))
         qkv, z, b, a = F.pad(x, (0, 0, 0, room[0]), value=torch.nan).split(sizes, dim=1)
         z = z.unflatten(1, (self.w.v_heads, -1))
         out = delta_kernels.gated_delta(qkv, z, b, a, self.w, self.states, slots)
@@ -102,7 +128,7 @@ class Layer:
                 found[t + 1] = ring.clone(), state
         return torch.stack(outs), found
 
-    def check(self, *batch, room=(0, 0)):
+    def check(self, *batch, room=(0, 0), roundings=1):
         """`run`, and that all is as expected."""
         tokens = self.tokens(sum(one[0] for one in batch))
         ends = [{one[0]: one[3]} | one[4] for one in batch]
@@ -111,7 +137,7 @@ class Layer:
                     for x, (_, before, source, *_), end in zip(parts, batch, ends)]
         old = [states.clone() for states in self.states]
         out = self.run(tokens, *batch, room=room)
-        tolerance = TOLERANCE[self.dtype]
+        tolerance = roundings * TOLERANCE[self.dtype]
         for part, (exact, found), end, (lens, before, *_) in zip(
                 out.split([one[0] for one in batch]), expected, ends, batch):
             assert relative_error(part.cpu(), exact) < tolerance
@@ -144,7 +170,7 @@ def test_steps(dtype, sizes):
 @pytest.mark.parametrize("dtype, sizes", TYPES[:1] if CUDA else TYPES[1:], ids=str)
 def test_keys_that_are_nearly_equal(dtype, sizes):
     """A power series of the triangular system would lose all digits."""
-    Layer(dtype, sizes, similar_keys=True).check((1, 0, ZERO, 3, {}), (70, 0, ZERO, 2, {}))
+    Layer(dtype, sizes, similar_keys=True).check((1, 0, ZERO, 3, {}), (70, 0, ZERO, 2, {}), roundings=3)
 
 
 @needs_kernel
@@ -203,3 +229,60 @@ def test_long_prompts_in_both_forms():
     assert torch.equal(together, torch.cat([alone, alone, alone[:600]]))
     assert all(torch.equal(states[2], states[one]) for states in layer.states for one in (5, 6))
     layer.check((1, 700, 2, 8, {}), (64, 640, 4, 9, {}))
+
+
+class FromWorkLists:
+    """Stands for the kernels: it checks the work lists, and computes in torch."""
+    @staticmethod
+    def gated_delta(qkv, z, b, a, w, states, slots):
+        lens, before, work = slots.lens.tolist(), slots.num_computed.tolist(), slots.work
+        ends, rounds = [n + m for n, m in zip(lens, before)], []
+        assert 1 not in lens[work.num_decodes:]
+        if work.chunks is not None:
+            for given, part in zip(work[1:], make_work(lens, ends, CHUNK)):
+                assert given.tolist() == part + [[-1, -1]] * (len(given) - len(part))
+            rounds = [(torch.tensor(places), torch.tensor(tokens).view(-1, CHUNK), torch.tensor(done))
+                      for places, tokens, done in recurrent.make_rounds(lens, ends, CHUNK)]
+        assert work.chunks is not None or max(lens) <= 1
+        slots = recurrent.with_inputs(slots._replace(rounds=rounds), len(qkv), TAPS)
+        if work.chunks is not None and not rounds:  # a step of padding, or of single tokens
+            slots = slots._replace(rounds=[(torch.tensor([0]), torch.full((1, CHUNK), -1), torch.tensor([-1]))])
+        return feature("delta", "the test").gated_delta(qkv, z, b, a, w, states, slots)
+
+
+@needs("delta", "qwen3_5", "graphs", "fused")
+@pytest.mark.parametrize("options", [{}, dict(num_blocks=40, block_size=16, max_num_seqs=3)], ids=str)
+def test_recorded_steps_with_prompts(monkeypatch, options):
+    """Steps with prompts stay recorded, and their work lists are those of their sequences. A step of more chunks than
+    the recorded one has room for is launched kernel by kernel. On a GPU these are the kernels themselves."""
+    monkeypatch.setattr(graphs, "TOKEN_SIZES", [16, 64, 256])
+    monkeypatch.setattr(graphs, "DECODE_SIZES", [1, 2])
+    expected = dict(read_safetensors(GOLDEN / "qwen3.5" / "long.safetensors"))
+    prompts, continuations = ([expected[f"{kind}.{i}"].tolist() for i in range(2)] for kind in (
+        "prompt", "continuation"))
+    llm = load("qwen3.5", graphs=True, **dict(max_num_batched_tokens=300, snapshot_memory=0.5) | options)
+    llm.runner.state_kernels = delta_kernels if CUDA else FromWorkLists
+    replayed = record_graphs(llm, monkeypatch)
+    assert tokens_of(llm.generate(prompts * 3, GREEDY)) == continuations * 3
+    assert_golden(llm, "qwen3.5", times=2)
+    assert {shape.num_tiles > 0 for shape in replayed} == {True, False}
+
+    def lists(lens, ends):
+        """Those that a step has which is launched kernel by kernel."""
+        r, num_tokens, num_seqs = llm.runner, sum(lens), len(lens)
+        sizes = [num_tokens] * 3 + [num_seqs + 1] + [num_seqs] * 2
+        sent = StepTensors.of([torch.zeros(size, dtype=torch.int32, device=DEVICE) for size in sizes])
+        tiles = r.make_query_tiles(lens, ends, num_tokens, num_seqs).to(DEVICE)
+        batch = r.make_batch(sent, None, None, model.AttentionMetadata(max(lens), max(ends), lens.count(1), tiles))
+        found = [[entry for entry in part.tolist() if entry != [-1, -1]]
+                 for part in (batch.metadata.query_tiles, *batch.states.work[1:])]
+        attention = make_query_tiles(lens, ends, r.tokens_per_tile).tolist()
+        assert found == [attention, *make_work(lens, ends, CHUNK)]
+
+    lists([1, 3, 200], [5, 66, 203])
+    assert llm.runner.graph_shape([3] * 3, [3] * 3)
+    monkeypatch.setattr(recurrent, "MOST_CHUNKED", 2)
+    assert llm.runner.graph_shape([3] * 2, [3] * 2) and not llm.runner.graph_shape([3] * 3, [3] * 3)
+    lists([3] * 3, [66] * 3)
+    if optional_triton.triton and (CUDA or optional_triton.INTERPRETED):  # as warmup.py runs them
+        assert len([task() for task in delta_kernels.kernel_forms(llm.runner)]) == 6

@@ -25,7 +25,7 @@ import nanopaged
 from nanopaged import LLM, SamplingParams, kernel
 from nanopaged.api.assemble import pick_runner
 from nanopaged.cli import main as cli
-from nanopaged.options import default_feature
+from nanopaged.options import default_feature, feature
 from nanopaged.tests.helpers import GOLDEN, ROOT, complaint, needs
 from nanopaged.tests.without import feature_of, files_of_tests, run_without
 from nanopaged.text.tokenizer import load_tokenizer
@@ -79,6 +79,13 @@ def experts_on_a_gpu():
     modules_for(config, modules).mlp(config, 0, modules)
 
 
+def states_on_a_gpu():
+    _, _, modules = on_a_gpu()
+    config = read_model_config(read_config(GOLDEN / "qwen3.5"))
+    recurrent = feature("kinds.recurrent", "a model with recurrent states")
+    recurrent.pick_kernels(config, modules, torch.float32, torch.device("cpu"))
+
+
 PROMPT = "--prompt", "ROMEO:", "--max-tokens", "4"
 # Who asks for each feature. Those that nobody asks for come with the line on stderr where they are missed.
 ASK = dict(
@@ -102,7 +109,8 @@ ASK = dict(
     swapping=command(*PROMPT, "--swap-space", "0.01"),
     stop=ask(stop="a"), tensor_parallel=lambda: llm(tensor_parallel_size=2), trace=command(*PROMPT, "--trace"))
 MISSED = dict(
-    cascade=on_a_gpu, fused=on_a_gpu, graphs=on_a_gpu, hopper=on_a_gpu, pick=on_a_gpu, last_layer=llm, rectangles=llm,
+    cascade=on_a_gpu, delta_kernels=states_on_a_gpu, fused=on_a_gpu, graphs=on_a_gpu, hopper=on_a_gpu, pick=on_a_gpu,
+    last_layer=llm, rectangles=llm,
     ray_data=None, ray_serve=None, ray_words=None, threads=llm,
     recovery=lambda: fail(llm()), warmup=None, kinds=lambda: llm(model=str(GOLDEN / "gemma3")),
     swapping=lambda: llm(model=str(GOLDEN / "mistral")))

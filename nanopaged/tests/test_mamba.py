@@ -8,7 +8,8 @@ import torch
 
 from nanopaged import SamplingParams
 from nanopaged.features import graphs
-from nanopaged.features.kinds.recurrent import make_rounds, scan
+from nanopaged.features.kinds.chunks import scan
+from nanopaged.features.kinds.recurrent import make_rounds
 from nanopaged.features.mamba import chunk, step
 from nanopaged.tests.helpers import GOLDEN, assert_golden, expectations, load, prompt_logits, tokens_of
 from nanopaged.tests.test_graphs import SHORTAGES, record_graphs
@@ -85,8 +86,8 @@ def test_a_prompt_has_the_same_bits_however_it_is_cut():
         slots = SimpleNamespace(first=ints([0]), lens=ints([end - start]), sources=ints([source]), rounds=rounds,
                                 targets=ints([target, mark or 0]), counts=ints([[end - start, 128 * bool(mark)]]),
                                 most=1, query_lens=None)
-        inputs, gates = ([one[start:end] for one in group] for group in ((u, b, c), (dt.abs(), -dt.abs())))
-        return scan(step, chunk, inputs, gates, states, slots)
+        u1, b1, c1, dt1 = (one[start:end] for one in (u, b, c, dt.abs()))
+        return scan(step, chunk, (u1, b1, c1), (dt1, -dt1), states, slots)
 
     whole = run(0, 200, 1, 2, mark=4)
     assert torch.equal(whole, torch.cat([run(0, 128, 1, 3), run(128, 192, 3, 3), run(192, 200, 3, 3)]))

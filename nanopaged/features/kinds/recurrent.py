@@ -13,8 +13,9 @@ With drafts (drafts.py) a sequence's last token and its drafts have a place each
 and here they are one place with several tokens again. Its states are marks, too, so rows are longer.
 """
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, Callable, NamedTuple
 
 import torch
@@ -31,7 +32,6 @@ from nanopaged.features.kinds.states import MOST_MARKS, States
 from nanopaged.options import default_feature, feature
 from nanopaged.weights.build import memory_for
 
-Rule = Callable[..., tuple[Tensor, Tensor]]  # see `scan`
 STATES = "states"  # the kind's name
 NOBODYS, ZERO, FIRST = 0, 1, 2  # slots on the device; FIRST + states.NONE is ZERO
 MOST_CHUNKED = 64  # sequences with several tokens that a recorded step has room for
@@ -92,7 +92,7 @@ class StatesRows(Rows):
 
     def __init__(self, num_seqs: int, max_blocks: int, device: torch.device, num_drafts: int = 0):
         super().__init__(num_seqs, max_blocks, device)
-        self.empty = [ZERO, NOBODYS] + [0, NOBODYS] * (MOST_MARKS + num_drafts)
+        self.empty = empty_row(num_drafts)
         self.slots = torch.tensor(self.empty, dtype=torch.int32, device=device).repeat(num_seqs + 1, 1)
 
     def send(self, seqs: list[Any]) -> None:
@@ -110,13 +110,17 @@ class StatesRows(Rows):
         return row + self.empty[len(row):]
 
 
+def empty_row(num_drafts: int = 0) -> list[int]:
+    return [ZERO, NOBODYS] + [0, NOBODYS] * (MOST_MARKS + num_drafts)
+
+
 class Work(NamedTuple):
     """What kernels compute in a step, in place of rounds. -1: room in a recorded step. Of sequences with several tokens
     there are lists [n, 2] int32 (None: the step has none of them):
 
         chunks    (sequence, number of the chunk in its text); those of a sequence one after another
         many      (sequence, its first entry of chunks), most chunks first
-        few       the same of a step in which one sequence has most of the chunks. `many` is empty then
+        few       the same in a step in which one sequence has most of the chunks. `many` is empty then
     """
     num_decodes: int  # the sequences with one token are among the first ones, so many
     chunks: Tensor | None = None
@@ -188,26 +192,31 @@ def make_work(query_lens: list[int], seq_lens: list[int], chunk: int) -> tuple[l
             chunks += [[place, number] for number in numbers]
     sequences.sort()
     lists = [[place, entry] for _, place, entry in sequences]
-    # A state is cut into more parts then. They take 0.6 of the time if others leave the card idle, and 1.6 if not.
+    # More programs share a state then. (In delta_kernels.py they take 0.6 of the time for one long sequence, and
+    # longer than few programs where there are many sequences.)
     is_few = bool(lists) and len(lists) <= MOST_FEW and len(chunks) < -1.5 * sequences[0][0]
     return (chunks, [], lists) if is_few else (chunks, lists, [])
 
 
-def with_states(batch: model.Batch, rows: Tensor, places: Tensor, length: int, **plan: Any) -> StatesBatch:
-    """rows: as StatesRows.slots; places: each sequence's row there; length: tokens of a convolution in torch, or 0;
+def pad_lists(lists: Iterable[list[list[int]]], layout: list[int]) -> Tensor:
+    """Lists of pairs one behind another, [n, 2] int32 on the host; each is padded with -1 to its length in the layout.
+    """
+    parts = [part + [[-1, -1]] * (length - len(part)) for part, length in zip(lists, layout, strict=True)]
+    return torch.tensor([*chain(*parts)], dtype=torch.int32).view(-1, 2)
+
+
+def state_slots(query_start_loc: Tensor, seq_lens: Tensor, rows: Tensor, places: Tensor | None = None,
+                **plan: Any) -> StateSlots:
+    """rows: of the sequences, as StatesRows.empty; places: where they are in StatesRows.slots, if some may have drafts;
     plan: more of StateSlots"""
-    first, lens, rows = batch.query_start_loc[:-1], batch.query_start_loc.diff(), rows.index_select(0, places)
-    num_computed, targets = batch.seq_lens - lens, rows[:, 1::2]
-    if plan.get("most", 1) > 1:
-        plan["query_lens"] = lens
-        first, lens = join_drafts(places, first, lens)
-        targets = torch.where(lens[:, None] > 0, targets, NOBODYS)
-    marked = (rows[:, 2::2] - num_computed[:, None]).clamp(min=0) * (lens > 0)[:, None]
-    slots = StateSlots(first, lens, num_computed, rows[:, 0], targets.flatten(), torch.cat([lens[:, None], marked], 1),
-                       **plan)
-    if length:
-        slots = with_inputs(slots, batch, length)
-    return StatesBatch(*(getattr(batch, one.name) for one in fields(model.Batch)), slots)
+    first, lens, targets = query_start_loc[:-1], query_start_loc.diff(), rows[:, 1::2]
+    num_computed = seq_lens - lens
+    marked = (rows[:, 2::2] - num_computed[:, None]).clamp(min=0)
+    if places is not None:
+        plan["query_lens"], (first, lens) = lens, join_drafts(places, first, lens)
+        targets, marked = (one * (lens > 0)[:, None] for one in (targets, marked))  # NOBODYS is 0
+    return StateSlots(first, lens, num_computed, rows[:, 0], targets.flatten(), torch.cat([lens[:, None], marked], 1),
+                      **plan)
 
 
 def join_drafts(places: Tensor, first: Tensor, lens: Tensor) -> tuple[Tensor, Tensor]:
@@ -218,10 +227,16 @@ def join_drafts(places: Tensor, first: Tensor, lens: Tensor) -> tuple[Tensor, Te
     return torch.where(is_head, first, start + total), total * is_head
 
 
-def with_inputs(slots: StateSlots, batch: model.Batch, length: int) -> StateSlots:
+def with_states(batch: model.Batch, slots: StateSlots, length: int) -> StatesBatch:
+    """length: tokens of a convolution in torch, or 0"""
+    slots = with_inputs(slots, len(batch.input_ids), length) if length else slots
+    return StatesBatch(*(getattr(batch, one.name) for one in fields(model.Batch)), slots)
+
+
+def with_inputs(slots: StateSlots, num_tokens: int, length: int) -> StateSlots:
     """The same with what a convolution reads that is computed in torch."""
     first, lens, counts = slots.first, slots.lens, slots.counts
-    token = torch.arange(len(batch.input_ids), dtype=torch.int32, device=first.device)
+    token = torch.arange(num_tokens, dtype=torch.int32, device=first.device)
     # The last place takes the padding behind its tokens.
     place = torch.bucketize(token, first + lens, right=True, out_int32=True).clamp(max=len(lens) - 1)
     back = torch.arange(length - 1, -1, -1, dtype=torch.int32, device=first.device)  # tokens before another one
@@ -246,42 +261,18 @@ def convolve(u: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, s: 
     return o if bias is None else o + bias
 
 
-def scan(rule: Rule, chunk: Rule, inputs: tuple[Tensor, ...], gates: tuple[Tensor, ...], states: Tensor,
-         s: StateSlots) -> Tensor:
-    """A recurrence over all tokens of a step: inputs and gates [T, ..] -> y [T, ..]. states [slots, ..]
-
-    rule: a token of each of N texts, (*inputs, *gates, state [N, ..]) -> (y [N, ..], state); chunk: L tokens of each of
-    n, [n, L, ..]. Where gates are 0 is no token."""
-    state, most = states.index_select(0, s.sources), len(inputs[0]) - 1
-    kept = s.targets.view(len(state), -1)
-    # First the tokens that places compute one after the other; those of chunks begin anew below.
-    y, alone = inputs[0].new_empty(0), (s.lens if s.query_lens is None else s.query_lens) == 1
-    for t in range(s.most):
-        at, goes = (s.first + t).clamp(max=most), alone & (s.lens > t)
-        y_t, new = rule(*(one.index_select(0, at) for one in (*inputs, *gates)), state)
-        if s.most == 1 and not s.rounds:  # decode: a sequence for each token
-            states[kept[:, 0]] = new
-            return y_t
-        y = y if t else y_t.new_zeros(most + 2, *y_t.shape[1:])  # the last row takes what is no token
-        y[torch.where(goes, at, most + 1)] = y_t
-        state = torch.where(goes.view(-1, *[1] * (state.dim() - 1)), new, state)
-        for column in range(kept.shape[1] if s.most > 1 else 1):
-            states[torch.where(goes & (s.counts[:, column] == t + 1), kept[:, column], NOBODYS)] = state
-    for places, tokens, done in s.rounds:
-        is_token, at = tokens >= 0, tokens.clamp(min=0)
-        masked = (one[at] * is_token.view(*is_token.shape, *[1] * (one.dim() - 1)) for one in gates)
-        y_chunk, state[places] = chunk(*(one[at] for one in inputs), *masked, state[places])
-        y[tokens[is_token]] = y_chunk[is_token]
-        for column in range(kept.shape[1]):  # the live slot, and marks
-            states[torch.where(s.counts[places, column] == done, kept[places, column], NOBODYS)] = state[places]
-    return y[:-1]
+def pick_kernels(config: model.ModelConfig, modules: model.Modules, dtype: torch.dtype, device: torch.device) -> Any:
+    """The module that config.states["kernels"] names, beside small kernels (fused.py), and if it can run here."""
+    if "kernels" in config.states and modules.norm is not model.PLAIN.norm:
+        module = default_feature(config.states["kernels"], "a recurrence in plain torch, which is slower,")
+        return module if module and module.fits(config.states["shapes"], dtype, device) else None
+    return None
 
 
 class StatesRunner(Runner):
     rows: StatesRows
     pool: StatesPool
     splits_chunks = False  # see graphs.py
-    state_kernels: Any = None  # the module that config.states["kernels"] names, if it can run here
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
@@ -290,9 +281,7 @@ class StatesRunner(Runner):
                                self.max_num_seqs, self.num_drafts,
                                self.options.enable_prefix_caching * self.options.snapshot_memory,
                                pool.block_shape, pool.dtype, pool.device)
-        if "kernels" in c.states and self.modules.norm is not model.PLAIN.norm:  # features/fused.py
-            module = default_feature(c.states["kernels"], "a recurrence in plain torch, which is slower,")
-            self.state_kernels = module if module and module.fits(c.states["shapes"], self.device) else None
+        self.state_kernels = pick_kernels(c, self.modules, self.dtype, self.device)
 
     def _make_rows(self) -> Rows:
         max_blocks = engine.cdiv(self.max_model_len, self.block_size)
@@ -328,7 +317,9 @@ class StatesRunner(Runner):
             plan = dict(rounds=[(places, tokens.view(-1, chunk), done)
                                 for places, tokens, done in zip(*[sent_plan] * 3)])
         batch = super().make_batch(sent, logits_indices, sampling_places, metadata)
-        return with_states(batch, self.rows.slots, sent.rows, length, most=1 + self.num_drafts, **plan)
+        rows, drafts = self.rows.slots.index_select(0, sent.rows), self.num_drafts
+        places = dict(places=sent.rows, most=1 + drafts) if drafts else {}
+        return with_states(batch, state_slots(batch.query_start_loc, batch.seq_lens, rows, **places, **plan), length)
 
     # ---- Recorded steps (graphs.py). Work lists of kernels stand behind that of attention
 
@@ -358,9 +349,8 @@ class StatesRunner(Runner):
         chunk = self.config.states["unit"]
         work = make_work(query_lens, seq_lens, chunk)
         room = max(num_chunked(num_tokens, num_seqs), self.num_needed(work, num_tokens))
-        layout = super().num_query_tiles(num_tokens, num_seqs), *work_layout(num_tokens, room, chunk)
-        lists = [part + [[-1, -1]] * (length - len(part)) for part, length in zip([tiles.tolist(), *work], layout)]
-        return torch.tensor([entry for one in lists for entry in one], dtype=torch.int32)
+        layout = [super().num_query_tiles(num_tokens, num_seqs), *work_layout(num_tokens, room, chunk)]
+        return pad_lists([tiles.tolist(), *work], layout)
 
     def num_needed(self, work: tuple[list[list[int]], ...], num_tokens: int) -> int:
         """The room, in sequences with several tokens, that a step of num_tokens tokens must have for these lists."""
