@@ -5,8 +5,7 @@ batch at every step (continuous batching; Yu et al. 2022, Orca).
 
 Chapter 1 explains the pool of **blocks** with `block_size` token slots, and a sequence's **block table** (paging; Kwon
 et al. 2023). Here blocks are only numbers, and this chapter does the bookkeeping. Texts of 1,000, 30 and 500 tokens
-hold 63, 2 and 32 blocks of 16. Computing the second text's 31st token takes no block, computing its 33rd takes one. No
-block moves when a text grows.
+hold 63, 2 and 32 blocks of 16. The second text's 31st token takes no block, its 33rd takes one, and no block moves.
 
 **No phases.** A sequence has `num_tokens`, prompt and generated. K and V of the first `num_computed_tokens` are in the
 KV cache, or will be after the scheduled steps. A whole prompt, a part of a prompt, one decoded token, the tail that a
@@ -172,8 +171,7 @@ class BlockManager:
         B's table    [ 0 ,            3 ,  4 ]              B: abcdefxyz    num_computed_tokens 9, num_found_tokens 4
 
     After every step each block is free (ref_count 0, once in the queue) or held (ref_count = number of block tables
-    that list it). Before a sequence writes into a block that others hold, it copies the block. A block taken for new
-    tokens still has old K and V, which nobody reads: attention reads seq_len positions, each written before or found.
+    that list it). Attention reads seq_len positions, each written before or found, so no old K and V of a new block.
 
     **Prefix caching.** A full block can serve every sequence that begins with the same tokens up to the block's end.
     The prefix cache finds it by the exact pair (prefix key of the tokens before the block, the block's tokens), so two
@@ -372,8 +370,7 @@ class Scheduler:
     memory and its time: all texts of a step wait for its end. The budget is given out from the front of the order. When
     the pool runs dry, the last running sequences lose their blocks (preemption), and keep their place in the order.
     Equal priorities are first come, first served: no step leaves a decoding text out for a newer prompt, but an older
-    long prompt takes the whole budget before a newer prompt gets any. With priorities a decoding text also waits for
-    more urgent prompts.
+    long prompt takes the whole budget before a newer one gets any. With priorities decoding waits for urgent prompts.
 
     Every accepted sequence can run alone: LLM refuses a prompt that fills the pool, and limits max_len to the pool's
     tokens. So the first sequence in the order always fits, at the latest after all others are preempted. With equal

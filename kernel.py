@@ -16,9 +16,8 @@ never change, and every later token reads them again. A **KV cache** therefore k
 
     token t is in slot  block_table[t // block_size] * block_size + t % block_size
 
-Each layer has its own k_cache and v_cache, and a block id is the same index in all of them. A sequence therefore
-needs one table. **Paged attention** finds K and V through the table and computes the same result (Kwon et al. 2023,
-section 4.1). The K of token t is k_cache[block_table[t // block_size], t % block_size, kv head].
+Each layer has its own k_cache and v_cache, and a block id is the same index in all of them, so a sequence needs one
+table. **Paged attention** finds K and V through the table, and its result is the same (Kwon et al. 2023, section 4.1).
 
 **Causality.** A token must not see later ones. In one step a sequence brings `query_len` new tokens: a whole prompt or
 a chunk of it (**prefill**), or the one token sampled last (**decode**). Each layer first stores these tokens' K and V.
@@ -132,13 +131,12 @@ def paged_attention_reference(q: Tensor, k_cache: Tensor, v_cache: Tensor, block
     out, block_size, starts = torch.empty_like(q) if out is None else out, k_cache.shape[1], query_start_loc.tolist()
     for table, seq_len, start, end in zip(block_tables.long(), seq_lens.tolist(), starts, starts[1:]):
         if start < end:
-            first, window = seq_len - (end - start), sliding_window or seq_len
+            queries, first, window = q[start:end], seq_len - (end - start), sliding_window or seq_len
             key_at = torch.arange(max(0, first - window + 1), seq_len, device=q.device)  # no query sees earlier keys
             query_at = torch.arange(first, seq_len, device=q.device)[:, None]
             visible = (key_at <= query_at) & (key_at > query_at - window)
             block, offset = table[key_at // block_size], key_at % block_size
             k, v = (as_bytes(cache)[block, offset].view(cache.dtype).to(q.dtype) for cache in (k_cache, v_cache))
-            queries = q[start:end]
             if sinks is not None:
                 queries, k, v = add_sinks(queries, k, v, sinks, scale * k_scale)
                 visible = F.pad(visible, (0, 1), value=True)
@@ -163,10 +161,8 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write each new token's k and v [num_tokens, num_kv_heads, head_dim] into its slot of slot_mapping [num_tokens].
-
     Slot -1: nothing is written, because the token is padding, or its K and V are in a block that was found. A cache
-    must allow the view [num_slots, num_kv_heads, head_dim].
-    """
+    must allow the view [num_slots, num_kv_heads, head_dim]."""
     slots = slot_mapping.long()
     if len(slots) and slots.min() < 0:  # on a GPU the host waits here for the result
         written = slots >= 0
@@ -217,9 +213,10 @@ TORCH = Kernels(rotate_and_store_reference, paged_attention_reference)
 # exist: where a mask is false, a load takes `other` and a store writes nothing. Triton compiles a kernel for each
 # combination of values of its `tl.constexpr` parameters, so an `if` over them costs nothing. A loop is a pipeline with
 # num_stages stages: it loads the next num_stages - 1 tiles while it computes. The compiler divides this work among the
-# threads; vLLM's CUDA kernel spells it out (a warp takes a KV block, a few threads load 16 bytes of K). On a CPU,
-# Triton's interpreter runs a kernel line by line, also under a debugger: `python engine.py --prompt "ROMEO:"
-# --attention triton --enforce-eager`.
+# threads, and arranges its loads, so K and V have the plain layout. vLLM's CUDA kernel spells it out: a warp takes a KV
+# block, and a few threads load 16 bytes of K, which is stored as [block, kv head, dim / x, slot, x], where x numbers
+# are 16 bytes, so that neighbouring threads read neighbouring addresses. On a CPU, Triton's interpreter runs a kernel
+# line by line, also under a debugger: `python engine.py --prompt "ROMEO:" --attention triton --enforce-eager`.
 #
 # **The GPU.** An H200 has 132 multiprocessors, and each runs a few programs at a time. Its memories, fastest first:
 #
@@ -227,12 +224,6 @@ TORCH = Kernels(rotate_and_store_reference, paged_attention_reference)
 #     shared memory   228 KiB per multiprocessor   K, V of 64 tokens x 128 bf16 numbers: 32 KiB for each pipeline stage
 #     L2 cache        50 MB for all                block tables; K and V that several programs read at the same time
 #     HBM             141 GB, 4.2 TB/s (measured)  the pool, q, out, the partial sums of splits (and the weights)
-#
-# **The layout of K.** vLLM's CUDA kernel stores K as [block, kv head, dim / x, slot, x], where x numbers are 16 bytes,
-# so that neighbouring threads read neighbouring addresses. Triton arranges its loads itself, so K and V can have the
-# plain layout.
-# --------------------------------------------------------------------------------------------------
-
 # --------------------------------------------------------------------------------------------------
 # In Triton: filling the cache
 # --------------------------------------------------------------------------------------------------
@@ -334,7 +325,7 @@ class Launch(NamedTuple):
     none: `out` stands in for the sums of splits, and seq_lens for the work list."""
     out: Tensor
     inputs: tuple[Any, ...]  # q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, sinks
-    scales: tuple[float, float]  # of the scores, times log2(e), and of the result
+    scales: tuple[float, float]  # of the scores, times log2(e) (exp2 is the hardware's exponential); of the result
     strides: tuple[int, ...]  # of q, of out, of block_tables
     constants: dict[str, Any]  # of tiles.kernel_constants
 
@@ -353,8 +344,6 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: T
     num_decodes      all sequences with one new token are among the first num_decodes (default: anywhere)
     query_tiles      prefill's work list, [n, 2] int32, from `make_query_tiles` (default: made here; waits for the GPU)
     prefill, decode  launch other kernels (features/hopper.py, cascade.py); tokens_per_tile: of that prefill
-
-    An fp8 v_cache is read in pairs, so head_dim, its first three strides and its address must be even.
     """
     out = torch.empty_like(q) if out is None else out
     (_, num_heads, head_dim), (_, block_size, num_kv_heads, _) = q.shape, k_cache.shape
@@ -478,7 +467,6 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
 
     work          prefill: query_tiles [n, 2], (sequence, tile of its queries); sequence -1 is padding
     split_acc, split_sums   [sequence, head, num_splits, HEAD_DIM or 2], the Sums of each split, if not ONE_PROGRAM
-    scale         of the scores, times log2(e), because exp2 is the hardware's exponential
     """
     wait_for_previous_kernel(PDL)
     TOKENS: tl.constexpr = TILE_M // GROUP
@@ -503,10 +491,9 @@ def paged_attention_kernel(out, split_acc, split_sums, q, k_cache, v_cache, bloc
         # The context may have fewer splits. Without a tile the store at the end would write elsewhere.
         if (oldest // split_len + tl.program_id(1)) * split_len >= end:
             return
-    table = block_tables + seq.to(tl.int64) * table_seq
     k, v = k_cache + kv_head.to(tl.int64) * KC_HEAD, v_cache + kv_head.to(tl.int64) * VC_HEAD
     queries = Queries(q, q_token, q_head, out, out_token, out_head, sinks, seq, kv_head, q_start, query_len, first)
-    keys = Keys(table, k, v, seq_len, oldest, end)
+    keys = Keys(block_tables + seq.to(tl.int64) * table_seq, k, v, seq_len, oldest, end)
     # Sizes is built inside each call: stored in a variable, its values would become run-time values.
     if PREFILL:
         _prefill(queries, keys, first_position, scale, v_scale,
@@ -548,8 +535,7 @@ def _block_of(keys, token, sizes):
     """The block of the tile that begins with `token`; if tiles may cross blocks, the block of each token of the tile.
     (With TILE_N 64, blocks of 64 give one block id, and blocks of 16 give 64 ids: four blocks, 16 times each.)
     The compiler cannot prefetch a load whose address comes from another load, as K's comes from the block id. The loops
-    therefore load block ids one tile ahead. No program reads the table after the sequence's last block, where it may
-    hold anything."""
+    therefore load block ids one tile ahead, but none after the sequence's last block: these may be anything."""
     tokens = token if sizes.BLOCK_SIZE % sizes.TILE_N == 0 else token + tl.arange(0, sizes.TILE_N)
     return tl.load(keys.table + tl.minimum(tokens, keys.seq_len - 1) // sizes.BLOCK_SIZE).to(tl.int64)
 
@@ -642,8 +628,7 @@ def _decode_tile(sums, q, keys, slots, tile, end, scale, sizes):
         exists &= token >= keys.oldest
     inside = dim < sizes.HEAD_DIM
     k = _load_tile(keys.k + dim[None, :] + slot_k[:, None], exists[:, None], inside[None, :], q, True, sizes)
-    scores = tl.dot(k, q, input_precision=sizes.PRECISION)
-    scores = tl.where(exists[:, None], scores, -float("inf"))
+    scores = tl.where(exists[:, None], tl.dot(k, q, input_precision=sizes.PRECISION), -float("inf"))
     p, alpha, new_max, new_sum = _online_softmax(sums, scores, scale, 0, True)
     p = p.to(q.dtype)
     if keys.v.dtype.element_ty == tl.float8e4nv:
@@ -661,9 +646,8 @@ def _decode(queries, keys, split_acc, split_sums, num_splits, scale, v_scale, ON
     column = tl.arange(0, sizes.TILE_M)
     q, _, head, out, valid = load_queries(queries, keys, column, sizes)
     seq_head = queries.seq.to(tl.int64) * sizes.KV_HEADS * sizes.GROUP + queries.kv_head * sizes.GROUP + column
-    sums = initial_sums(sizes.DIM_PADDED, sizes.TILE_M, sizes.TILE_M)
-    total = decode_splits(sums, tl.trans(q), keys, split_acc, split_sums, seq_head * num_splits, sizes.GROUP,
-                          scale, ONE_PROGRAM, ONE_SPLIT, sizes)
+    total = decode_splits(initial_sums(sizes.DIM_PADDED, sizes.TILE_M, sizes.TILE_M), tl.trans(q), keys, split_acc,
+                          split_sums, seq_head * num_splits, sizes.GROUP, scale, ONE_PROGRAM, ONE_SPLIT, sizes)
     if ONE_PROGRAM:
         tl.store(out, tl.trans(_normalize(total, queries.sinks, head, v_scale, 0)), mask=valid)
 
@@ -801,7 +785,7 @@ def _prefill(queries, keys, first_position, scale, v_scale, sizes):
 # whose length follows from the context's length alone (`split_length`). Only the programs that compute them depend on
 # the batch (`programs_per_context`): with 160 or more pairs of a sequence and a kv head, one program takes all splits
 # of a context and merges them itself. With fewer pairs several programs share them, and merge_splits_kernel merges what
-# they stored. Both add in the same order. If the compiler fuses both alike (`_merge`), the bits are the same.
+# they stored. Both add in the same order (`_merge`). If the compiler fuses both alike, the bits are the same.
 # --------------------------------------------------------------------------------------------------
 
 MIN_SPLIT, MID_SPLIT, MAX_SPLITS = (tl.constexpr(n) for n in (tiles.MIN_SPLIT, tiles.MID_SPLIT, tiles.MAX_SPLITS))
@@ -810,8 +794,7 @@ MERGE_UNROLL = tl.constexpr(8)  # splits that merge_splits_kernel loads at a tim
 
 @jit
 def split_length(seq_len, TILE_N: tl.constexpr):
-    """Tokens per split, a multiple of TILE_N; nanopaged/tiles.py has a table. The length depends on the sequence alone.
-    The batch and the grid therefore do not change the order of additions."""
+    """Tokens per split, a multiple of TILE_N, whatever the batch and the grid; nanopaged/tiles.py has a table."""
     sixteenth = tl.cdiv(seq_len, 16 * TILE_N) * TILE_N
     least = tl.cdiv(seq_len, MAX_SPLITS * TILE_N) * TILE_N
     return tl.maximum(tl.minimum(tl.maximum(sixteenth, MIN_SPLIT), MID_SPLIT), least)
@@ -826,8 +809,7 @@ def _where(condition, yes, no):
 
 @jit
 def _merge(total, split):
-    """The sums of the splits so far and of this one, as one. ONE_PROGRAM and merge_splits_kernel call this in the same
-    order. Their bits are the same if the compiler fuses multiplications and additions alike in both."""
+    """The sums of the splits so far and of this one, as one."""
     new_max = tl.maximum(total.max, split.max)
     base = tl.where(new_max == -float("inf"), 0.0, new_max)
     alpha, beta = tl.exp2(total.max - base), tl.exp2(split.max - base)

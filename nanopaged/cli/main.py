@@ -118,8 +118,8 @@ def prepare_prompts(args) -> Callable[..., int]:
     if len(args.prompt) > 1 or args.n not in (None, 1) or args.beam_width is not None or args.prints_steps:
         return feature("progress", "a run of several texts").prepare(args)
     [text] = args.prompt
-    return lambda llm, render=None: stream(llm, settings_of(args, llm), render(text) if render else text, [],
-                                           echo="" if render else text)
+    return lambda llm, render=None, read=None: stream(llm, settings_of(args, llm), render(text) if render else text, [],
+                                                      echo="" if render else text, read=read)
 
 
 def renderer(args, llm) -> Callable[..., dict]:
@@ -192,11 +192,13 @@ def _import_llm() -> type:
     return LLM
 
 
-def stream(llm, params: SamplingParams, prompt: Any, said: list[str], echo: str = "") -> int:
+def stream(llm, params: SamplingParams, prompt: Any, said: list[str], echo: str = "",
+           read: Callable[[Any], Any] | None = None) -> int:
     """Print one text as it comes, after the echo; the exit code. Its pieces are in the list `said`, even after an
-    interruption."""
+    interruption. read: what makes the pieces to print of the model's"""
     progress = Progress(llm)
     pieces = llm.stream(prompt, params)
+    pieces = read(pieces) if read else pieces
     try:
         print(echo, end="", flush=True)
         while True:

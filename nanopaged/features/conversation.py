@@ -1,17 +1,19 @@
 """The conversation of `--chat` in a terminal: questions from the keyboard, answers to stdout, the rest to stderr.
 
 The prompt of an answer is the whole conversation, but only its end has to be computed: the blocks of the rest are in
-the pool. Ctrl-C stops an answer, and the conversation keeps the part that was printed.
+the pool. Ctrl-C stops an answer, and the conversation keeps the part that was printed. gpt-oss writes into channels:
+the final one's text is the answer, and thoughts go to stderr. (Thoughts of other models are a part of the text.)
 """
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any
 
 from nanopaged.cli.main import check_stdin, prepare_prompts, renderer, settings_of, stream
 from nanopaged.cli.status import say
+from nanopaged.options import feature
 
 try:
     import readline  # gives input() arrow keys and a history
@@ -27,6 +29,7 @@ HELP = '''\
 /?       prints this list
 Ctrl-C stops an answer; the arrow keys bring earlier messages back'''
 QUOTES = '"""'
+CHANNEL = "<|channel|>"  # in the chat template of a model that writes into channels
 
 
 def prepare(args: Any) -> Callable[[Any], int]:
@@ -35,17 +38,57 @@ def prepare(args: Any) -> Callable[[Any], int]:
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     if args.prompt is None:
         check_stdin()
-        if sys.stdin.isatty():
-            if args.beam_width is not None or args.n not in (None, 1):
-                raise ValueError("a conversation has one answer at a time; leave out --n and --beam-width, or give "
-                                 "--prompt")
-            return lambda llm: converse(system, renderer(args, llm), partial(stream, llm, settings_of(args, llm)),
-                                        llm.max_model_len)
-        args.prompt = [sys.stdin.read().rstrip("\n")]
-        if not args.prompt[0]:
-            raise ValueError("the message on stdin is empty: write one to it, or give --prompt TEXT")
-    answer = prepare_prompts(args)
-    return lambda llm: answer(llm, lambda text: renderer(args, llm)([*system, {"role": "user", "content": text}]))
+        if not sys.stdin.isatty():
+            args.prompt = [sys.stdin.read().rstrip("\n")]
+            if not args.prompt[0]:
+                raise ValueError("the message on stdin is empty: write one to it, or give --prompt TEXT")
+        elif args.beam_width is not None or args.n not in (None, 1):
+            raise ValueError("a conversation has one answer at a time; leave out --n and --beam-width, or give "
+                             "--prompt")
+    answer = prepare_prompts(args) if args.prompt else None
+
+    def act(llm: Any) -> int:
+        read, render = reader_of(args, llm), renderer(args, llm)
+        if answer is None:
+            return converse(system, render, partial(stream, llm, settings_of(args, llm), read=read), llm.max_model_len)
+        return answer(llm, lambda text: render([*system, {"role": "user", "content": text}]), read)
+
+    return act
+
+
+def reader_of(args: Any, llm: Any) -> Callable[..., Generator] | None:
+    """What takes the content out of an answer's pieces, if the model writes into channels. Their marks are special
+    tokens, which the texts then have; whoever asks for these gets the text as it is."""
+    found = feature("chat_template", "a chat").load_chat_template(llm.tokenizer_path, args.chat_template)
+    if args.skip_special_tokens is False or not found or CHANNEL not in "".join(found.templates.values()):
+        return None
+    args.skip_special_tokens = False
+    return partial(read_channels, feature("server.tools", "a chat with a model that writes into channels").Reader)
+
+
+def read_channels(make_reader: Callable[[str], Any], pieces: Generator, shows_thoughts: bool = True) -> Generator:
+    """The content in an answer's pieces. Thoughts, and calls of tools that nobody offered, go to stderr."""
+    reader, ended, thinks, result = make_reader("openai"), False, False, None
+    try:
+        while not ended:
+            try:
+                piece = next(pieces)
+            except StopIteration as end:
+                piece, ended, result = "", True, end.value
+            delta = reader.add(piece, ended)
+            thought = delta.get("reasoning_content", "") + "".join(
+                call["function"]["arguments"] for call in delta.get("tool_calls", ()))
+            if thought and shows_thoughts:
+                print(thought, end="", file=sys.stderr, flush=True)
+                thinks = True
+            if content := delta.get("content"):
+                if thinks:
+                    say("")
+                thinks = False
+                yield content
+    finally:
+        pieces.close()
+    return result
 
 
 def converse(system: list[dict], render: Callable[[list[dict]], dict], answer: Callable[[dict, list[str]], object],

@@ -1,6 +1,6 @@
 """Mixtures of experts: an MLP that consists of many small ones, of which each token takes a few. (Shazeer et al. 2017)
 
-    scores = softmax(router(x))                                    a number for each expert
+    scores = softmax(router(x))                                    a number for each expert; in LFM2 a sigmoid
     x = x + sum of score[i] * expert[i](x) over the experts i with the top_k largest scores
 
 In Qwen3-30B-A3B a layer has 128 experts, and a token takes 8: of 30B weights it is multiplied by 3B. A step reads the
@@ -22,6 +22,8 @@ from nanopaged.inputs import between, check_number
 from nanopaged.options import feature
 from nanopaged.weights import families
 
+SMALLEST_SUM = 1e-6  # is added to a sum of sigmoids, which may be 0
+
 
 class Experts(nn.Module):
     """The MLP of a layer: [T, D] -> [T, D]. Each expert is an MLP, and all experts' matrices are in one tensor."""
@@ -40,6 +42,8 @@ class Experts(nn.Module):
                                         bias=config.mlp_bias)
         self.experts: Any = nn.ModuleList(mlp(self.settings["size"]) for _ in range(self.settings["count"]))
         self.shared = mlp(self.settings["shared_size"]) if self.settings["shared_size"] else None
+        # Is added to the scores for the choice alone.
+        self.expert_bias = nn.Parameter(torch.empty(self.settings["count"])) if self.settings["has_bias"] else None
         # "gate_up_proj.weight" -> that of all experts, [count, rows, columns]. A shared one with a score, if it has the
         # others' size, is the last of them: to the kernels it is an expert that every token chooses.
         self.whole: dict[str, Tensor] = {}
@@ -62,13 +66,15 @@ class Experts(nn.Module):
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The scores of each token's experts, and the experts: [T, top_k] each."""
-        scores, chosen = F.softmax(logits, dim=1).topk(self.settings["top_k"])
-        return scores / scores.sum(1, keepdim=True) if self.settings["normalized"] else scores, chosen
+        e = self.settings
+        return choose_experts(logits, e["top_k"], e["normalized"], e["sigmoid"], self.expert_bias)
 
     def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> "Experts":
         """`build_model` gives parameters their memory with this method of modules. The experts' become views."""
         for module in filter(None, (self.router, self.shared)):
             module._apply(function)
+        if self.expert_bias is not None:
+            self.expert_bias = nn.Parameter(function(self.expert_bias), requires_grad=False)
         experts = [*self.experts, *[self.shared] * self.joins_shared]
         for name, first in self.experts[0].named_parameters():
             one, (module, kind) = function(first), name.split(".")
@@ -76,6 +82,18 @@ class Experts(nn.Module):
             for expert, part in zip(experts, self.whole[name]):
                 setattr(expert.get_submodule(module), kind, nn.Parameter(part, requires_grad=False))
         return self
+
+
+def choose_experts(logits: Tensor, top_k: int, normalized: bool, sigmoid: float = 0.0,
+                   bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Each token takes the experts with the largest scores + bias: their scores, and their numbers, [T, top_k] each.
+    logits [T, E] float32; sigmoid: 0 for a softmax, or the factor of scores that are sigmoids; bias [E]"""
+    scores = logits.sigmoid() if sigmoid else F.softmax(logits, dim=1)
+    chosen = (scores if bias is None else scores + bias).topk(top_k).indices
+    scores = scores.gather(1, chosen)
+    if normalized:
+        scores = scores / (scores.sum(1, keepdim=True) + (SMALLEST_SUM if sigmoid else 0.0))
+    return scores * (sigmoid or 1.0), chosen
 
 
 def with_experts(modules: model.Modules) -> model.Modules:
@@ -96,16 +114,17 @@ def with_experts(modules: model.Modules) -> model.Modules:
 # --------------------------------------------------------------------------------------------------
 
 def mixture(hf: dict[str, Any], count: str, size: str, normalized: bool, dense_layers: Sequence[int] = (),
-            shared_size: int = 0, gate_rows: int = 0) -> dict[str, Any]:
+            shared_size: int = 0, gate_rows: int = 0, sigmoid: float = 0.0, has_bias: bool = False) -> dict[str, Any]:
     """ModelConfig.experts: how many there are, of how many a token takes the results (top_k), the intermediate size of
     each, whether a token's scores are made to add up to 1, the layers whose MLP is dense, and the intermediate size of
-    an expert that every token has (0: none). gate_rows: of the router, behind those of experts: the first computes a
-    score for that one. count, size: keys of config.json; transformers 5 writes either count"""
+    an expert that every token has (0: none); sigmoid and the bias of `choose_experts`. gate_rows: of the router, behind
+    those of experts: the first computes a score for the expert that every token has. count, size: keys of config.json;
+    transformers 5 writes either count"""
     count = next((key for key in (count, "num_experts", "num_local_experts") if hf.get(key) is not None), count)
     for key, most in ((count, 4096), (size, families.MOST["intermediate_size"]), ("num_experts_per_tok", hf[count])):
         check_number(f"config.json: {key}", hf[key], *between(int, 1, most))
     return dict(count=hf[count], top_k=hf["num_experts_per_tok"], size=hf[size], normalized=bool(normalized),
-                dense_layers=dense_layers, gate_rows=gate_rows,
+                dense_layers=dense_layers, gate_rows=gate_rows, sigmoid=sigmoid, has_bias=has_bias,
                 shared_size=shared_size and families.check_size("intermediate_size", shared_size))
 
 

@@ -20,11 +20,12 @@ from torch import Tensor
 from nanopaged import kernel, tiles
 from nanopaged.device.pool import FP8
 from nanopaged.features import fused
-from nanopaged.features.experts import Experts
+from nanopaged.features.experts import SMALLEST_SUM, Experts
 from nanopaged.optional_triton import jit, launch_options, tl
 from nanopaged.tiles import cdiv
 
 LARGEST = tl.constexpr(3e38)  # of the router's logits; padding may hold anything
+LEAST = tl.constexpr(SMALLEST_SUM)
 
 
 class FusedExperts(Experts):
@@ -37,7 +38,8 @@ class FusedExperts(Experts):
                           for kind in ("scale", "bias"))  # scales: of weights in 8 or 4 bits
         logits = self.router(x)
         out = mix_experts(x, logits, whole["gate_up_proj.weight"], whole["down_proj.weight"], e["top_k"],
-                          e["normalized"], self.activation, *scales, biases=biases, has_shared=self.joins_shared)
+                          e["normalized"], self.activation, *scales, biases=biases, has_shared=self.joins_shared,
+                          sigmoid=e["sigmoid"], expert_bias=self.expert_bias)
         if self.shared is None or self.joins_shared:
             return out
         logits = logits.float() if logits.dim() == 2 else logits.float().sum(0)
@@ -52,7 +54,8 @@ def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
     joins_shared = bool(e["gate_rows"]) and e["shared_size"] == e["size"]
     rows, total, chosen = e["count"] + e["gate_rows"], e["count"] + joins_shared, e["top_k"] + joins_shared
     for count in {1, fused.num_partial_products(make(2, c.hidden_size), make(rows, c.hidden_size))}:
-        yield partial(route_experts, make(count, 0, rows), e["count"], e["top_k"], e["normalized"], joins_shared)
+        yield partial(route_experts, make(count, 0, rows), e["count"], e["top_k"], e["normalized"], joins_shared,
+                      e["sigmoid"], make(e["count"], dtype=torch.float32) if e["has_bias"] else None)
     memory = tiles.shared_memory(device)
     counts, pairs = make(total, dtype=torch.int32).zero_(), make(0, dtype=torch.int32)
     weight, scale = make(0, dtype=FP8 if r.fp8 else dtype), make(0, dtype=torch.float32) if r.fp8 else None
@@ -96,24 +99,27 @@ def experts_form(num_rows: int, top_k: int, count: int, gated: bool, dtype: torc
 
 
 def mix_experts(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, normalized: bool, activation: str,
-                *scales: Tensor, biases: Sequence[Tensor] = (), has_shared: bool = False) -> Tensor:
+                *scales: Tensor, biases: Sequence[Tensor] = (), has_shared: bool = False,
+                sigmoid: float = 0.0, expert_bias: Tensor | None = None) -> Tensor:
     """`Experts.forward` of nanopaged/features/experts.py as partial products [top_k, T, D]: a token's results, times
     their scores. x [T, D], logits of the router [T, E] or partial products of it, gate_up [E, 2 * I, D], down [E, D,
     I]. scales: of weights in FP8, [E, 2 * I, 1] and [E, D, 1]; what is multiplied with these is quantised, too; or of
     weights in 4 bits (four_bits.py). biases: [E, 2 * I] and [E, D], or none. has_shared: the last expert is the shared
-    one, which is not chosen; its results come last, [top_k + 1, T, D]"""
+    one, which is not chosen; its results come last, [top_k + 1, T, D]. sigmoid, expert_bias [E] float32: of
+    `choose_experts` there"""
     (num_rows, size), inner = x.shape, gate_up.shape[1] // 2
     parts = top_k + has_shared
     hidden, out = x.new_empty(parts * num_rows, inner), x.new_empty(parts, num_rows, size)
     if num_rows:
-        routed = route_experts(logits, len(gate_up) - has_shared, top_k, normalized, has_shared)
+        routed = route_experts(logits, len(gate_up) - has_shared, top_k, normalized, has_shared, sigmoid,
+                               expert_bias)
         experts_product(x, gate_up, *routed, hidden, activation, *(scales[:1] or [None]), *biases[:1])
         experts_product(hidden, down, *routed, out, "", *(scales[1:] or [None]), *biases[1:])
     return out
 
 
-def route_experts(logits: Tensor, count: int, top_k: int, normalized: bool,
-                  has_shared: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def route_experts(logits: Tensor, count: int, top_k: int, normalized: bool, has_shared: bool = False,
+                  sigmoid: float = 0.0, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Pair n * T + t is token t with its n-th expert. Returns the pairs' scores [top_k, T]; for each expert, how many
     pairs it has, and in any order which ones: [E], [E, T]. count: experts to choose from, the first columns of logits.
     The shared expert is the (top_k + 1)-th of each token."""
@@ -121,9 +127,9 @@ def route_experts(logits: Tensor, count: int, top_k: int, normalized: bool,
     scores = logits.new_empty(chosen, num_rows, dtype=torch.float32)
     counts, pairs = logits.new_zeros(total, dtype=torch.int32), logits.new_empty(total, num_rows, dtype=torch.int32)
     route_kernel[(num_rows,)](
-        logits, scores, counts, pairs, num_rows, EXPERTS=count, COLUMNS=logits.shape[-1],
+        logits, bias, scores, counts, pairs, num_rows, EXPERTS=count, COLUMNS=logits.shape[-1],
         PADDED=tiles.next_power_of_2(count), TOP_K=top_k, CHOICES=tiles.next_power_of_2(chosen), NORMALIZED=normalized,
-        SHARED=has_shared, COUNT=len(logits) if logits.dim() == 3 else 1, num_warps=1,
+        SHARED=has_shared, SIGMOID=sigmoid, COUNT=len(logits) if logits.dim() == 3 else 1, num_warps=1,
         **launch_options(logits.device))
     return scores, counts, pairs
 
@@ -144,10 +150,10 @@ def experts_product(x: Tensor, weight: Tensor, scores: Tensor, counts: Tensor, p
 
 
 @jit
-def route_kernel(logits, scores, counts, pairs, num_rows, EXPERTS: tl.constexpr, COLUMNS: tl.constexpr,
+def route_kernel(logits, bias, scores, counts, pairs, num_rows, EXPERTS: tl.constexpr, COLUMNS: tl.constexpr,
                  PADDED: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr, NORMALIZED: tl.constexpr,
-                 SHARED: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr):
-    """Grid (token,). `Experts.choose`, and the token's pairs are added to those of its experts. Padding may hold
+                 SHARED: tl.constexpr, SIGMOID: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr):
+    """Grid (token,). `choose_experts`, and the token's pairs are added to those of its experts. Padding may hold
     anything. Its tokens get different experts all the same, so that no expert has more pairs than there are tokens."""
     token, expert, n = tl.program_id(0), tl.arange(0, PADDED), tl.arange(0, CHOICES)
     kernel.wait_for_previous_kernel(PDL)
@@ -160,15 +166,23 @@ def route_kernel(logits, scores, counts, pairs, num_rows, EXPERTS: tl.constexpr,
     x = tl.where(x == x, tl.minimum(tl.maximum(x, -LARGEST), LARGEST), -LARGEST)
     x = tl.where(expert < EXPERTS, x, -float("inf"))
     largest, score, chosen = tl.max(x, 0), tl.zeros([CHOICES], tl.float32), tl.zeros([CHOICES], tl.int32)
-    total = tl.sum(tl.exp(x - largest), 0)
+    SIGMOIDS: tl.constexpr = SIGMOID != 0
+    parts = tl.sigmoid(x) if SIGMOIDS else tl.exp(x - largest)
+    total = 1.0 if SIGMOIDS else tl.sum(parts, 0)
+    if SIGMOIDS:
+        x = tl.where(expert < EXPERTS, parts, -float("inf"))
+    if bias is not None:
+        x += tl.load(bias + expert, mask=expert < EXPERTS, other=0.0)
     for i in tl.static_range(TOP_K):
         best, at = tl.max(x, 0, return_indices=True)
-        score, chosen = tl.where(n == i, tl.exp(best - largest), score), tl.where(n == i, at, chosen)
+        part = tl.sum(tl.where(expert == at, parts, 0.0), 0) if SIGMOIDS else tl.exp(best - largest)
+        score, chosen = tl.where(n == i, part, score), tl.where(n == i, at, chosen)
         x = tl.where(expert == at, -float("inf"), x)
     if NORMALIZED:
-        total = tl.sum(score, 0)
+        total = tl.sum(score, 0) + (LEAST if SIGMOIDS else 0.0)
+    score = score / total * SIGMOID if SIGMOIDS else score / total
     exists, pair = n < TOP_K, n * num_rows + token
-    tl.store(scores + pair, score / total, mask=exists)
+    tl.store(scores + pair, score, mask=exists)
     place = tl.atomic_add(counts + chosen, 1, mask=exists, sem="relaxed")
     tl.store(pairs + chosen * num_rows + place, pair, mask=exists)
     if SHARED:

@@ -38,7 +38,7 @@ from nanopaged.device.logits import LogitsStep
 from nanopaged.device.sampler import SamplingNeeds
 from nanopaged.device.step_input import StepInput
 from nanopaged.device.transfer import ForwardPass, LaunchedStep, integers, on_its_device, send
-from nanopaged.features.structured import StructuredOutputsParams
+from nanopaged.features.structured import StructuredOutputsParams, end_tokens
 from nanopaged.sampling_params import SamplingParams
 
 MOST_FORCED = 256  # tokens at once
@@ -343,35 +343,39 @@ class GrammarAfterReasoning(Grammar):
     token_ids: of `reasoning_token_ids` in StructuredOutputsParams, [end] or [begin, end]
     """
 
-    def __init__(self, matcher: Any, compiler: GrammarCompiler, token_ids: Sequence[int]):
+    def __init__(self, matcher: Any, compiler: GrammarCompiler, token_ids: Sequence):
         super().__init__(matcher, compiler)
-        size = compiler.vocabulary.vocab_size
-        if max(token_ids) >= size:
-            raise ValueError(f"reasoning_token_ids has token id {max(token_ids)}; the tokenizer's are 0 to {size - 1}")
-        self.begin, self.end = [-1, *token_ids][-2:]
-        self.reasons: bool | None = len(token_ids) == 1  # False: it may begin; None: it has ended, or there was none
+        *begin, end = token_ids
+        size, largest = compiler.vocabulary.vocab_size, max(end_tokens(begin, end))
+        if largest >= size:
+            raise ValueError(f"reasoning_token_ids has token id {largest}; the tokenizer's are 0 to {size - 1}")
+        self.begin, (*self.row, self.end) = [-1, *begin][-1], end_tokens([], end)
+        self.num_seen = 0  # tokens of the row in front of the end
+        self.reasons: bool | None = not begin  # False: it may begin; None: it has ended, or there was none
         bits = (1 << size) - 1 - sum(1 << token for token in self.eos_token_ids)
         self.free_mask = bits.to_bytes(4 * compiler.num_words, "little")
 
-    def _follow(self, tokens: list[int]) -> tuple[bool | None, list[int]]:
-        """`reasons` after these tokens, and those of them that are the grammar's."""
-        reasons = self.reasons
+    def _follow(self, tokens: list[int]) -> tuple[bool | None, int, list[int]]:
+        """`reasons` and `num_seen` after these tokens, and those of them that are the grammar's."""
+        reasons, num_seen = self.reasons, self.num_seen
         for index, token in enumerate(tokens):
             if reasons is None or not reasons and token != self.begin:
-                return None, tokens[index:]
-            reasons = None if token == self.end else True
-        return reasons, []
+                return None, 0, tokens[index:]
+            reasons = None if num_seen == len(self.row) and token == self.end else True
+            if num_seen < len(self.row):
+                num_seen = num_seen + 1 if token == self.row[num_seen] else int(token == self.row[0])
+        return reasons, num_seen, []
 
     def on_token(self, seq: engine.Sequence, token: int, may_force: bool) -> list[int]:
-        self.reasons, text = self._follow([token])
+        self.reasons, self.num_seen, text = self._follow([token])
         return super().on_token(seq, token, may_force) if text else [token]
 
     def num_fitting(self, token_ids: list[int]) -> int:
-        _, text = self._follow(token_ids)
+        *_, text = self._follow(token_ids)
         return len(token_ids) - len(text) + super().num_fitting(text)
 
     def fill_mask(self, address: int, drafts: list[int]) -> int:
-        reasons, text = self._follow(drafts)
+        reasons, _, text = self._follow(drafts)
         if reasons:
             ctypes.memmove(address, self.free_mask, len(self.free_mask))
             return len(self.free_mask)

@@ -13,6 +13,7 @@ from torch import Tensor
 from nanopaged import model
 from nanopaged.features.kinds.recurrent import Convolution, StateLayer, StateSlots, convolve
 from nanopaged.inputs import between, check_number
+from nanopaged.options import feature
 from nanopaged.weights import families
 
 
@@ -53,3 +54,20 @@ def lfm2(hf: dict[str, Any]) -> model.ModelConfig:
         norm_eps=hf.get("norm_eps", 1e-5), qk_norm=True, names=NAMES,
         states=dict(layers=[i for i, kind in enumerate(kinds) if kind == "conv"], layer=ShortConvolution,
                     length=length, unit=1, shapes=[(length - 1, hf["hidden_size"])], bias=hf.get("conv_bias", False)))
+
+
+def lfm2_moe(hf: dict[str, Any]) -> model.ModelConfig:
+    """LFM2 with a mixture of experts in the layers from num_dense_layers on."""
+    hf = {"intermediate_size": 7168, "moe_intermediate_size": 1792, "num_experts": 32, "num_experts_per_tok": 4,
+          "num_dense_layers": 2, "routed_scaling_factor": 1.0} | hf | {"block_auto_adjust_ff_dim": False}
+    config, experts = lfm2(hf), feature("experts", "a mixture of experts")
+    num_dense = check_number("config.json: num_dense_layers", hf["num_dense_layers"],
+                             *between(int, 0, config.num_layers - 1))
+    factor = check_number("config.json: routed_scaling_factor", hf["routed_scaling_factor"], (int, float),
+                          lambda x: 0 < x < 1e15, "a number above 0 and below 1e15")
+    config.names = config.names | {"router": "gate"}
+    config.experts = experts.mixture(
+        hf, "num_experts", "moe_intermediate_size", hf.get("norm_topk_prob", True), range(num_dense),
+        sigmoid=float(factor), has_bias=bool(hf.get("use_expert_bias", True)))
+    config.merged = experts.merged_experts(config)
+    return config

@@ -1,4 +1,4 @@
-"""More families of dense models, each as a function of nanopaged/weights/families.py: those that fewer people load."""
+"""More families, each as a function of nanopaged/weights/families.py: those that fewer people load."""
 from typing import Any
 
 from nanopaged import model
@@ -46,16 +46,18 @@ def ernie4_5(hf: dict[str, Any]) -> model.ModelConfig:
 
 
 def granite4(hf: dict[str, Any]) -> model.ModelConfig:
-    """Granite 4 without experts. Its MLP is what the others call the shared expert."""
+    """Granite 4: a mixture of experts, or what that calls the shared expert alone."""
     kinds = hf.get("layer_types") or hf.get("layers_block_type") or ["mamba"]
-    if hf.get("num_local_experts", 8):
-        reason = families.REFUSED["^GraniteMoeHybrid"]
-        raise ValueError(f"GraniteMoeHybridForCausalLM is {reason}, which nanopaged does not run")
     size = hf.get("shared_intermediate_size", 1024)
-    config = families.granite(hf | {"intermediate_size": size, "mlp_bias": False})
+    if hf.get("num_local_experts", 8):
+        config = feature("experts", "Granite 4 with experts").granite_moe(
+            {"num_local_experts": 8, "num_experts_per_tok": 2} | hf | {"shared_intermediate_size": size,
+                                                                       "mlp_bias": False})
+    else:
+        config = families.granite(hf | {"intermediate_size": size, "mlp_bias": False})
+        config.merged = {"shared_mlp.input_linear": {"mlp.gate_proj": size, "mlp.up_proj": size},
+                         "shared_mlp.output_linear": {"mlp.down_proj": config.hidden_size}}
     config.layer_ropes = [0 if hf.get("position_embedding_type") == "rope" else -1] * config.num_layers
-    config.merged = {"shared_mlp.input_linear": {"mlp.gate_proj": size, "mlp.up_proj": size},
-                     "shared_mlp.output_linear": {"mlp.down_proj": config.hidden_size}}
     if not {*kinds} <= {"attention", families.FULL}:
         feature("mamba", "Granite 4 with state-space layers").add_states(config, hf, kinds)
     return config

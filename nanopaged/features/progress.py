@@ -156,7 +156,7 @@ def prepare(args: Any) -> Callable[..., int]:
         options = given(args, ("beam_width", "length_penalty", "ignore_eos"))
         search = feature("beam", "--beam-width").BeamSearchParams(max_tokens=args.max_tokens or 256, **options)
 
-    def act(llm: Any, render: Callable[[str], Any] = str) -> int:
+    def act(llm: Any, render: Callable[[str], Any] = str, read: Callable | None = None) -> int:
         params, prompts = settings_of(args, llm), [*map(render, args.prompt)]
         progress = Runs(llm, ProgressBar(len(prompts), shows_bar))
         if search:
@@ -166,18 +166,19 @@ def prepare(args: Any) -> Callable[..., int]:
         else:
             outputs = [output for _, output in sorted(progress.run((i, prompt, params, 0)
                                                                    for i, prompt in enumerate(prompts)))]
-        return print_all(args.prompt, outputs, progress)
+        return print_all(args.prompt, outputs, progress, read)
 
     return act
 
 
-def print_all(titles: list[str], outputs: list[RequestOutput], progress: Progress) -> int:
-    """Several texts, each under its prompt; the exit code."""
+def print_all(titles: list[str], outputs: list[RequestOutput], progress: Progress, read: Callable | None = None) -> int:
+    """Several texts, each under its prompt; the exit code. read: see `stream` in cli/main.py"""
     several, samples = any(len(output.outputs) > 1 for output in outputs), []
     for title, output in zip(titles, outputs):
         for sample in output.outputs:
             number = f" [{sample.index}]" * several
             score = "" if sample.score is None else f" score {sample.score:.4f}"
-            print(f"=== {title!r}{number}{score}\n{sample.text}\n")
+            text = "".join(read((one for one in [sample.text]), shows_thoughts=False)) if read else sample.text
+            print(f"=== {title!r}{number}{score}\n{text}\n")
             samples.append((f"{title!r:.80}{number}", sample))
     return conclude(progress, samples, start=counted(len(titles), "prompt"))

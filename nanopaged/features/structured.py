@@ -7,6 +7,11 @@ from nanopaged.inputs import always, check_fields, check_kind, checked, refuse_u
 from nanopaged.sampling_params import FLAG, are_texts
 
 
+def end_tokens(before: Any, end: Any) -> list:
+    """The tokens before an end, and its own, which may be one or a list."""
+    return [*before, *(end if isinstance(end, (list, tuple)) and end else [end])]
+
+
 @settings
 class StructuredOutputsParams:
     """What a text must fit; exactly one is given. The names are vLLM's.
@@ -21,7 +26,8 @@ class StructuredOutputsParams:
         are parts of one object
     reasoning_token_ids: the token that ends the reasoning in front of the text, or the one that begins it and the one
         that ends it. With one, the text begins within the reasoning. With two it may begin with the first, or fit at
-        once. (The server sets it with --reasoning-parser.)
+        once. The end may be a list: tokens in a row, but the last of them may come later. (The server sets it with
+        --reasoning-parser, and for gpt-oss.)
     """
     json: str | dict | None = checked(None, (str, dict), always, "a JSON schema, as a dict or as text")
     regex: str | None = checked(None, str, always, "a string")
@@ -30,8 +36,9 @@ class StructuredOutputsParams:
     grammar: str | None = checked(None, str, always, "a string")
     json_object: bool | None = checked(None, bool, always, "True")
     disable_additional_properties: bool = checked(True, *FLAG)
-    reasoning_token_ids: list[int] | None = checked(None, (list, tuple), lambda x: len(x) in (1, 2) and all(
-        isinstance(token, Integral) and token >= 0 for token in x), "a list of one or two token ids")
+    reasoning_token_ids: list | None = checked(None, (list, tuple), lambda x: len(x) in (1, 2) and all(
+        isinstance(token, Integral) and token >= 0 for token in end_tokens(x[:-1], x[-1])),
+        "a list of one or two token ids")
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -93,8 +93,11 @@ EDITS = {
     "granite4": [{"attention_multiplier": 0.5}, {"embedding_multiplier": 1.0}, {"logits_scaling": 1.0},
                  {"residual_multiplier": 1.0}, {"rms_norm_eps": 1e-6}, {"position_embedding_type": None}],
     "lfm2": [{"rope_theta": 10000.0}, {"norm_eps": 1e-5}],
+    "lfm2-moe": [{"rope_theta": 10000.0}, {"norm_eps": 1e-5}, {"num_experts_per_tok": 3}, {"norm_topk_prob": False},
+                 {"routed_scaling_factor": 1.0}],
     "granite4-h": [{"attention_multiplier": 0.5}, {"residual_multiplier": 1.0}, {"rms_norm_eps": 1e-6},
                    {"time_step_limit": [0.0, 0.5]}],
+    "granite4-h-moe": [{"num_experts_per_tok": 3}, {"residual_multiplier": 1.0}, {"time_step_limit": [0.0, 0.5]}],
     "qwen3-next": [{"rope_theta": 100.0}, {"partial_rotary_factor": 0.5}, {"rms_norm_eps": 1e-2},
                    {"num_experts_per_tok": 2}, {"norm_topk_prob": False}],
     "qwen3.5": [{"text_config": {"rms_norm_eps": 1e-2}}, {"text_config": {"rope_parameters": {
@@ -166,13 +169,14 @@ def random_state_dict(directory, seed):
     with torch.device("meta"):
         model = auto_class(config).from_config(config)
     shapes = {name: p.shape for name, p in model.named_parameters()}
+    shapes |= {name: p.shape for name, p in model.named_buffers() if name.endswith("expert_bias")}
     generator = torch.Generator().manual_seed(seed)
     text, spelled = config.get_text_config(), read_json(directory / "config.json").get("text_config", {})
     unsaid = {"gpt2": torch.float16, "gpt-oss-mxfp4": torch.bfloat16}  # their config.json says nothing of it
     dtype = unsaid.get(directory.name) or config.dtype or torch.float32
     dtype = getattr(torch, spelled["dtype"]) if "dtype" in spelled else dtype
-    weights = {name: random_weight(name, shape, text.hidden_size, generator).to(dtype)
-               for name, shape in shapes.items()}
+    weights = {name: random_weight(name, shape, text.hidden_size, generator).to(
+        torch.float32 if name.endswith("expert_bias") else dtype) for name, shape in shapes.items()}
     if directory.name == "gpt2-bare":
         # The Hub's gpt2 was saved from the model without its head, with its causal masks among the weights.
         weights = {name.removeprefix("transformer."): weight for name, weight in weights.items()}

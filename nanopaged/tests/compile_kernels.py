@@ -153,9 +153,11 @@ def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
     keeps = (capability // 10, capability % 10) >= four_bits.LEAST_CAPABILITY.get(dtype, (99, 0))
     for act, num_tokens in itertools.product(("swigluoai", ""), (1, 64, 8192)) if keeps else ():
         yield partial(experts, capability, dtype, act, num_tokens, torch.uint8, routed | dict(bias=f"*{TYPES[dtype]}"))
-    for shared in (False, True):
-        route = dict(EXPERTS=40, COLUMNS=48, PADDED=64, TOP_K=6, CHOICES=8, NORMALIZED=True, SHARED=shared, COUNT=4)
-        yield partial(compile_kernel, fused_experts.route_kernel, route, dtype, capability, 1, **routed)
+    route = dict(EXPERTS=40, COLUMNS=48, PADDED=64, TOP_K=6, CHOICES=8, NORMALIZED=True, COUNT=4)
+    plain = dict(SIGMOID=0.0, bias=None)
+    for shared, more, types in ((False, plain, {}), (True, plain, {}), (False, dict(SIGMOID=1.5), dict(bias="*fp32"))):
+        yield partial(compile_kernel, fused_experts.route_kernel, route | more | dict(SHARED=shared), dtype, capability,
+                      1, **routed, **types)
     for act, num_tokens in itertools.product(("silu", ""), (1, 64, 8192)):
         for kind in (dtype, torch.float8_e4m3fn) if capability >= 89 else (dtype,):
             yield partial(experts, capability, dtype, act, num_tokens, kind, routed)

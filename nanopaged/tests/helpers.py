@@ -29,9 +29,11 @@ DEVICE = "cuda" if CUDA else "cpu"
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "nanopaged" / "golden"
 BUNDLED = ROOT / "nanopaged" / "shakespeare"
-MIXTURES = ["gpt-oss", "gpt-oss-mxfp4", "granite-moe", "granite-moe-shared", "mixtral", "mixtral-stacked", "olmoe",
-            "qwen3-moe", "qwen3-next", "qwen3-vl-moe", "qwen3.5-moe"]  # of experts, among the goldens
-WITH_STATES = ["granite4-h", "lfm2", "qwen3-next", "qwen3.5", "qwen3.5-moe"]  # recurrent states (features/kinds)
+MIXTURES = ["gpt-oss", "gpt-oss-mxfp4", "granite-moe", "granite-moe-shared", "granite4-h-moe", "lfm2-moe", "mixtral",
+            "mixtral-stacked", "olmoe", "qwen3-moe", "qwen3-next", "qwen3-vl-moe",
+            "qwen3.5-moe"]  # of experts, among the goldens
+WITH_STATES = ["granite4-h", "granite4-h-moe", "lfm2", "lfm2-moe", "qwen3-next", "qwen3.5",
+               "qwen3.5-moe"]  # recurrent states (features/kinds)
 OF_FEATURES = ["arcee", "cwm", "ernie4.5", "exaone4", "granite4", "ministral3", "seed-oss",  # more_families.py
                *WITH_STATES]
 ALL_VARIANTS = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))

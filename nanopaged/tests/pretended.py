@@ -6,8 +6,8 @@ import kernel
 import model
 from nanopaged.tests.helpers import if_there
 
-four_bits, fp8, fused, fused_experts, gpt_oss, qwen3_5 = map(
-    if_there, ("four_bits", "fp8", "fused", "fused_experts", "gpt_oss", "qwen3_5"))
+experts, four_bits, fp8, fused, fused_experts, gpt_oss, qwen3_5 = map(
+    if_there, ("experts", "four_bits", "fp8", "fused", "fused_experts", "gpt_oss", "qwen3_5"))
 
 
 def normalize(x, weight, bias, eps):
@@ -58,13 +58,13 @@ class PlainKernels:
         return o * gate.sigmoid()
 
     @staticmethod
-    def mix_experts(x, logits, gate_up, down, top_k, normalized, activation, *scales, biases=(), has_shared=False):
+    def mix_experts(x, logits, gate_up, down, top_k, normalized, activation, *scales, biases=(), has_shared=False,
+                    sigmoid=0.0, expert_bias=None):
         widen = four_bits.widen if gate_up.dtype is torch.uint8 else fp8_weight
         gate_up, down = map(widen, (gate_up, down), scales) if scales else (gate_up, down)
         logits = logits.float() if logits.dim() == 2 else logits.float().sum(0)
         count = len(gate_up) - has_shared
-        scores, chosen = F.softmax(logits[:, :count], dim=1).topk(top_k)
-        scores = scores / scores.sum(1, keepdim=True) if normalized else scores
+        scores, chosen = experts.choose_experts(logits[:, :count], top_k, normalized, sigmoid, expert_bias)
         if has_shared:
             scores = torch.cat([scores, logits[:, count:count + 1].sigmoid()], 1)
             chosen = F.pad(chosen, (0, 1), value=count)

@@ -10,7 +10,7 @@ import pytest
 
 from nanopaged import LLM
 from nanopaged.features import conversation
-from nanopaged.tests.helpers import complaint
+from nanopaged.tests.helpers import complaint, needs
 from nanopaged.tests.test_cli import (  # noqa: F401  call and asked_params are fixtures
     GREEDY,
     TEMPLATE,
@@ -147,6 +147,56 @@ def test_a_conversation_may_go_on_for_ever(talk, monkeypatch):
     assert [message["role"] for message in asked[-1]] == roles
     assert asked[-1][0]["content"] == "Brief!" and asked[-1][-1]["content"] == "Question 7, my lord?"
     assert all(prompt <= 72 for prompt, _ in cached_tokens(captured.err))
+
+
+HARMONY = ("<|channel|>analysis<|message|>A greeting.<|end|><|start|>assistant<|channel|>final<|message|>Hi there.",
+           "<|channel|>final<|message|>Yes, a > b.<|return|>")
+
+
+@pytest.fixture
+def with_channels(chat):
+    chat["chat_template"].write_text(f"{{# it writes <|channel|> #}}{TEMPLATE}")
+    return chat
+
+
+@needs("server")
+def test_of_channels_the_final_one_is_the_answer(talk, with_channels, monkeypatch):
+    """In a conversation it is what later turns see. Thoughts go to stderr, as they come."""
+    texts, asked, prompt_of, closed = iter(HARMONY), [], LLM.chat_prompt, []
+
+    def answer(llm, prompt, params):
+        assert params.skip_special_tokens is False
+        try:
+            for piece in re.findall("(?s).{1,5}", next(texts)):
+                yield piece
+        finally:
+            closed.append(prompt)
+        return shared_llm().generate("a", params)[0]
+
+    monkeypatch.setattr(LLM, "stream", answer)
+    monkeypatch.setattr(LLM, "chat_prompt", lambda llm, messages, **how: (
+        asked.append(messages) or prompt_of(llm, messages, **how)))
+    captured = talk("Hi", "Is a > b?", **with_channels)
+    assert captured.out == "Hi there.\nYes, a > b.\n" and "> A greeting.\n" in captured.err and len(closed) == 2
+    assert [message["content"] for message in asked[-1]] == ["Hi", "Hi there.", "Is a > b?"]
+    assert "<|" not in captured.err
+
+
+@needs("server", "progress")
+def test_channels_of_several_answers_and_texts_as_they_are(call, with_channels, monkeypatch):  # noqa: F811
+    from nanopaged.features.progress import Runs
+    run = Runs.run
+
+    def answers(runs, requests):
+        for (key, output), text in zip(run(runs, requests), HARMONY):
+            output.outputs[0].text = text
+            yield key, output
+
+    monkeypatch.setattr(Runs, "run", answers)
+    captured = call(prompt=["Hi", "Is a > b?"], **with_channels)
+    assert {*captured.out.splitlines()} == {"=== 'Hi'", "=== 'Is a > b?'", "Hi there.", "Yes, a > b.", ""}
+    assert "greeting" not in captured.err
+    assert HARMONY[0] in call("--no-skip-special-tokens", prompt=["Hi", "Is a > b?"], **with_channels).out
 
 
 @pytest.mark.parametrize("more", [{}, dict(prompt="Hi")], ids=["conversation", "message"])

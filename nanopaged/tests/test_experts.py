@@ -1,5 +1,5 @@
 """Mixtures of experts: what is special about loading them, and their logits and texts. (Tests of drafts,
-cascades and recorded steps go over all golden checkpoints, of which seven are mixtures.)"""
+cascades and recorded steps go over all golden checkpoints, mixtures among them.)"""
 import json
 
 import pytest

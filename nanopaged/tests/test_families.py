@@ -50,10 +50,8 @@ LLAMA = dict(architectures=["LlamaForCausalLM"], vocab_size=100, hidden_size=32,
     *((dict(architectures=[name], text_config=text), "multimodal model whose text model is not among these; known")
       for name, text in {"LlavaForConditionalGeneration": {}, "Qwen2AudioForConditionalGeneration": {},
                          "Mistral3ForConditionalGeneration": {"model_type": "mistral4"}}.items()),
-    *((dict(architectures=["GraniteMoeHybridForCausalLM"], **change), "Granite 4 with experts")
-      for change in ({}, dict(layer_types=["attention"]), dict(layer_types=["attention"], num_local_experts=2))),
-    (dict(architectures=["GraniteMoeHybridForCausalLM"], layer_types=["mamba"], num_local_experts=0),
-     "no layer with attention"),
+    *((dict(architectures=["GraniteMoeHybridForCausalLM"], layer_types=["mamba"], **change), "no layer with attention")
+      for change in ({}, dict(num_local_experts=0))),
     (dict(quantization_config={"quant_method": "gptq"}), "quantised with GPTQ; use one with float32, float16 or"),
     (dict(rope_scaling={"rope_type": "yarn", "factor": 4}), "'yarn' needs original_max_position_embeddings"),
     (dict(rope_scaling={"rope_type": "cubic"}), "rope type 'cubic' is not supported; supported are default, linear, "),
@@ -211,8 +209,9 @@ def test_chunks_prefix_hits_preemptions_and_other_modules(variant, monkeypatch):
     assert_golden(llm, variant, times=2)
     books = vars(llm.scheduler.block_manager)
     has_window = "window" in books or "kinds" in books  # in all layers, or in some: blocks that left it are free
-    assert ("window" in books) == (variant == "phi3" and is_there("swapping")) and llm.counts.num_preemptions > 0
-    assert ("kinds" in books) == bool(llm.config.groups and is_there("kinds"))
+    assert ("window" in books) == (variant == "phi3" and is_there("swapping"))
+    assert llm.counts.num_preemptions > 0 or llm.config.states  # whose chunks wait for room in a step
+    assert ("kinds" in books) == bool((llm.config.groups or llm.config.states) and is_there("kinds"))
     assert llm.counts.num_cached_tokens > 0 or has_window
     from nanopaged.features import fused
     from nanopaged.tests.pretended import plain_kernels

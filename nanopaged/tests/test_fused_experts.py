@@ -59,6 +59,26 @@ def test_tokens_that_all_choose_the_same_experts():
 
 
 @needs_kernel
+@pytest.mark.parametrize("normalized", [True, False])
+@pytest.mark.parametrize("is_biased", [True, False])
+def test_sigmoids_and_a_bias_for_the_choice(normalized, is_biased):
+    """LFM2's router. The bias changes who is chosen."""
+    x, logits, *weights = problem(9, 32, 16, 6)
+    bias = torch.tensor([-2.0, 0, 0, 0, 0, 2], device=DEVICE) if is_biased else None
+    given = x, logits, *weights, 3, normalized, "silu"
+    out = fused_experts.mix_experts(*given, sigmoid=1.5, expert_bias=bias)
+    expected = PlainKernels.mix_experts(*(one.double() for one in given[:4]), *given[4:], sigmoid=1.5, expert_bias=bias)
+    assert relative_error(out, expected) < 2e-6
+    counts = fused_experts.route_experts(logits, 6, 3, normalized, False, 1.5, bias)[1]
+    assert (counts[0], counts[5]) == (0, 9) or not is_biased
+    assert counts.sum() == 27
+    # So small that their sum is not 1.5:
+    scores = fused_experts.route_experts(logits - 30, 6, 3, True, False, 1.5)[0].cpu()
+    small = (logits.cpu() - 30).sigmoid().topk(3).values
+    assert relative_error(scores.T, 1.5 * small / (small.sum(1, keepdim=True) + 1e-6)) < 1e-5
+
+
+@needs_kernel
 def test_rows_of_padding_may_hold_anything():
     x, logits, *weights = problem(20, 32, 16, 5)
     expected = fused_experts.mix_experts(x, logits, *weights, 3, True, "silu")

@@ -264,9 +264,24 @@ def test_reasoning_that_may_begin_and_does_not_end_the_text(llm):
             assert re.fullmatch(pattern + ("" if pattern else "[0-9]{3}"), output.text, re.S)
             assert output.finish_reason == ("length" if pattern else "stop")
     for ids, words in (([], "one or two"), ([1, 2, 3], "one or two"), ([-1], "one or two"), (["x"], "one or two"),
+                       ([[]], "one or two"), ([[1], 2], "one or two"), ([2, [1, 10**9]], "token id 1000000000"),
                        ([10**9], "reasoning_token_ids has token id 1000000000")):
         with pytest.raises(ValueError, match=words):
             run(llm, params(regex="a", reasoning_token_ids=ids))
+
+
+@pytest.mark.parametrize("more", [{}, dict(logprobs=1), dict(n=2)])
+def test_reasoning_that_ends_with_tokens_in_a_row_and_a_later_one(llm, more):
+    """As gpt-oss's does, whose channel is named before its text begins. Each of the tokens comes before, too."""
+    prompt, choice = "ROMEO: what", ["yes, indeed", "no, never"]
+    [free] = llm.generate(prompt, SamplingParams(temperature=1, seed=1, max_tokens=80), use_tqdm=False)[0].outputs
+    ids = free.token_ids
+    first = next(i for i in range(20, 40) if (ids[i], ids[i + 1]) not in [*zip(ids[:i], ids[1:])] and ids[i] in ids[:i])
+    last = next(i for i in range(first + 5, 70) if ids[i] in ids[:first] and ids[i] not in ids[first + 2:i])
+    found = llm.generate(prompt, params(choice=choice, reasoning_token_ids=[[ids[first], ids[first + 1], ids[last]]],
+                                        **more), use_tqdm=False)[0].outputs[0]
+    assert found.token_ids[:last + 1] == ids[:last + 1] and found.finish_reason == "stop"
+    assert llm.tokenizer.decode(found.token_ids[last + 1:], skip_special_tokens=True) in choice
 
 
 def test_stop_strings_log_probabilities_and_streams(llm):

@@ -1,4 +1,4 @@
-"""LFM2 in an engine: the texts of transformers, and what goes together with recurrent states."""
+"""LFM2 in an engine, also with experts: the texts of transformers, and what goes together with recurrent states."""
 import json
 import re
 from contextlib import closing
@@ -19,30 +19,36 @@ from nanopaged.tests.helpers import (
     complaint,
     expectations,
     load,
+    needs,
     pools,
     prompt_logits,
     tokens_of,
 )
 from nanopaged.tests.test_graphs import SHORTAGES, record_graphs
 from nanopaged.weights import families
+from nanopaged.weights.checkpoint import read_safetensors
+
+LFM2 = ["lfm2", "lfm2-moe"]
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("options", [
     dict(num_blocks=30, block_size=4, max_num_batched_tokens=7), dict(enable_prefix_caching=False),
     dict(enforce_eager=True, max_num_seqs=3), dict(block_size=1, num_blocks=900, snapshot_memory=0.9)], ids=str)
-def test_texts_of_transformers(options, lookahead):
+@pytest.mark.parametrize("variant", LFM2)
+def test_texts_of_transformers(variant, options, lookahead):
     """In chunks, with preemptions, and from snapshots."""
-    llm = load("lfm2", device="cpu", lookahead=lookahead, **options)
-    assert_golden(llm, "lfm2", times=3)
-    assert_golden(llm, "lfm2")
+    llm = load(variant, device="cpu", lookahead=lookahead, **options)
+    assert_golden(llm, variant, times=3)
+    assert_golden(llm, variant)
     llm.scheduler.block_manager.check_idle()
     assert ("num_batched" in str(options)) == (llm.counts.num_preemptions > 0)
 
 
-def test_logits_of_transformers():
-    prompts, _, logits = expectations("lfm2")
-    found = prompt_logits(load("lfm2", device="cpu"), prompts[2].tolist())
+@pytest.mark.parametrize("variant", LFM2)
+def test_logits_of_transformers(variant):
+    prompts, _, logits = expectations(variant)
+    found = prompt_logits(load(variant, device="cpu"), prompts[2].tolist())
     torch.testing.assert_close(found, logits[2], rtol=1e-4, atol=1e-4)
 
 
@@ -55,34 +61,35 @@ PROMPTS = [PROMPT[:n] + list(range(n)) for n in (3, 9, 15, 15, 4, 12)] + [PROMPT
 
 
 def mixed_texts(**options):
-    llm = pools(**dict(count=1, model="lfm2", snapshot_memory=0.5) | options)
+    llm = pools(**dict(count=1, snapshot_memory=0.5) | options)
     outputs = llm.generate(PROMPTS, [MIXED[i % 4] for i in range(len(PROMPTS))])
     for one in llm.engines:
         one.scheduler.block_manager.check_idle()
     return [[sample.token_ids for sample in output.outputs] for output in outputs], llm.counts.num_preemptions
 
 
-plain_texts = cache(lambda: mixed_texts(enforce_eager=True, enable_prefix_caching=False)[0])
+plain_texts = cache(lambda model: mixed_texts(model=model, enforce_eager=True, enable_prefix_caching=False)[0])
 
 
 @pytest.mark.parametrize("options", [
     dict(lookahead=1), dict(num_blocks=14), dict(num_blocks=16, lookahead=1), dict(count=2), dict(max_num_seqs=2),
     dict(max_num_batched_tokens=9, lookahead=1), dict(snapshot_memory=0)], ids=str)
-def test_mixed_requests_get_the_same_texts(options):
+@pytest.mark.parametrize("variant", LFM2)
+def test_mixed_requests_get_the_same_texts(variant, options):
     """Samples, penalties, log probabilities of both kinds; two pools."""
-    found, num_preempted = mixed_texts(**options)
-    assert found == plain_texts() and bool(num_preempted) == ("num_blocks" in options)
+    found, num_preempted = mixed_texts(model=variant, **options)
+    assert found == plain_texts(variant) and bool(num_preempted) == ("num_blocks" in options)
 
 
-@pytest.mark.parametrize("options", SHORTAGES)
-def test_recorded_steps(monkeypatch, options):
+@pytest.mark.parametrize("variant, options", [*(("lfm2", options) for options in SHORTAGES), ("lfm2-moe", {})], ids=str)
+def test_recorded_steps(monkeypatch, variant, options):
     """As in test_graphs.py: on a GPU real ones, else pretended ones."""
     monkeypatch.setattr(graphs, "TOKEN_SIZES", [16, 32])
     monkeypatch.setattr(graphs, "DECODE_SIZES", [1, 2])
-    llm = load("lfm2", graphs=True, **dict(max_num_seqs=8, max_num_batched_tokens=40) | options)
+    llm = load(variant, graphs=True, **dict(max_num_seqs=8, max_num_batched_tokens=40) | options)
     replayed = record_graphs(llm, monkeypatch)
-    assert_golden(llm, "lfm2", times=2)
-    assert_golden(llm, "lfm2")
+    assert_golden(llm, variant, times=2)
+    assert_golden(llm, variant)
     assert {shape.num_tiles > 0 for shape in replayed} == {True, False}
 
 
@@ -174,6 +181,25 @@ def test_states_are_float32():
     assert {llm.runner.kv_cache[layer][0].dtype for layer in (1, 3)} == {torch.bfloat16}
 
 
+def test_the_bias_of_a_choice_is_float32():
+    llm = load("lfm2-moe", device="cpu", dtype="bfloat16")
+    biases = [layer.mlp.expert_bias for layer in llm.runner.model.layers[2:]]
+    stored = dict(read_safetensors(GOLDEN / "lfm2-moe" / "model.safetensors"))
+    assert not hasattr(llm.runner.model.layers[1].mlp, "expert_bias")
+    for i, bias in enumerate(biases):
+        assert torch.equal(bias, stored[f"model.layers.{i + 2}.feed_forward.expert_bias"])  # of the same type
+
+
+@needs("experts")
+@pytest.mark.parametrize("change, message", [
+    (dict(num_dense_layers=5), "num_dense_layers must be an integer from 0 to 4"),
+    (dict(num_experts_per_tok=7), "num_experts_per_tok"),
+    (dict(routed_scaling_factor=0), "routed_scaling_factor must be a number above 0")], ids=str)
+def test_what_a_config_with_experts_cannot_say(change, message):
+    hf = json.loads((GOLDEN / "lfm2-moe" / "config.json").read_text())
+    assert message in complaint(families.read_model_config, hf | change)
+
+
 @pytest.mark.parametrize("change", [
     dict(layer_types=["conv"] * 5), dict(layer_types=["conv", "full_attention"]), dict(conv_L_cache=1),
     dict(layer_types=["mamba"] * 5)], ids=str)
@@ -203,3 +229,9 @@ def test_metrics_count_slots():
     assert int(found["state_snapshots_total"]) > 0 == int(found["state_shortened_hits_total"])
     kind = llm.scheduler.block_manager.kinds["states"]
     assert f'num_state_slots{{model_name="x",state="free"}} {kind.num_blocks}' in Metrics(llm).text("x")
+    for end in (150, 151):  # the second text finds blocks of its first 32 tokens, and no snapshot there
+        llm.generate([*range(40), *[end] * 30], GREEDY)
+    assert 'state_shortened_hits_total{model_name="x"} 1' in Metrics(llm).text("x")
+    llm.add_request(PROMPT, GREEDY)
+    llm.step()
+    assert 'num_state_slots{model_name="x",state="held"} 1' in Metrics(llm).text("x")

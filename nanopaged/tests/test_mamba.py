@@ -1,4 +1,4 @@
-"""Granite 4 H in an engine: the texts of transformers, and chunks."""
+"""Granite 4 H in an engine, also with experts: the texts of transformers, and chunks."""
 import random
 from functools import partial
 from types import SimpleNamespace
@@ -15,31 +15,36 @@ from nanopaged.tests.helpers import GOLDEN, assert_golden, expectations, load, p
 from nanopaged.tests.test_graphs import SHORTAGES, record_graphs
 from nanopaged.weights.checkpoint import read_safetensors
 
+GRANITE = ["granite4-h", "granite4-h-moe"]
+
 
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("options", [
     dict(num_blocks=30, block_size=4, max_num_batched_tokens=7), dict(enable_prefix_caching=False),
     dict(enforce_eager=True, max_num_seqs=3), dict(num_blocks=24, block_size=4, snapshot_memory=0.9)], ids=str)
-def test_texts_of_transformers(options, lookahead):
-    llm = load("granite4-h", device="cpu", lookahead=lookahead, **options)
-    assert_golden(llm, "granite4-h", times=2)
-    assert_golden(llm, "granite4-h")
+@pytest.mark.parametrize("variant", GRANITE)
+def test_texts_of_transformers(variant, options, lookahead):
+    llm = load(variant, device="cpu", lookahead=lookahead, **options)
+    assert_golden(llm, variant, times=2)
+    assert_golden(llm, variant)
     llm.scheduler.block_manager.check_idle()
 
 
-def test_logits_of_transformers():
-    prompts, _, logits = expectations("granite4-h")
-    found = prompt_logits(load("granite4-h", device="cpu"), prompts[2].tolist())
+@pytest.mark.parametrize("variant", GRANITE)
+def test_logits_of_transformers(variant):
+    prompts, _, logits = expectations(variant)
+    found = prompt_logits(load(variant, device="cpu"), prompts[2].tolist())
     torch.testing.assert_close(found, logits[2], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("options", SHORTAGES[:3])
-def test_recorded_steps(monkeypatch, options):
+@pytest.mark.parametrize("variant, options", [
+    *(("granite4-h", options) for options in SHORTAGES[:3]), ("granite4-h-moe", {})], ids=str)
+def test_recorded_steps(monkeypatch, variant, options):
     """Decode steps are. Chunks are launched kernel by kernel."""
     monkeypatch.setattr(graphs, "DECODE_SIZES", [1, 2])
-    llm = load("granite4-h", graphs=True, **dict(max_num_seqs=8, max_num_batched_tokens=40) | options)
+    llm = load(variant, graphs=True, **dict(max_num_seqs=8, max_num_batched_tokens=40) | options)
     replayed = record_graphs(llm, monkeypatch)
-    assert_golden(llm, "granite4-h", times=2)
+    assert_golden(llm, variant, times=2)
     assert replayed and not any(shape.num_tiles for shape in replayed)
 
 

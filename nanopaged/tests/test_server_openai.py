@@ -404,6 +404,13 @@ def test_thoughts_have_a_field_of_their_own(llm):
     assert call.response([output])["choices"][0]["message"] == message
     assert message_of(parse(call.events(0, output)))[0] == message
     assert seen == [{"reasoning_effort": "low"}]
+    template = TEMPLATE + "Reasoning: {{ reasoning_effort or 'medium' }}"  # in a prompt, and from /v1/responses
+    rendered = Serving(llm, "bard", partial(render_with, llm, template))
+    for path, fields, effort in ((CHAT, {}, "medium"), (CHAT, dict(reasoning_effort="high"), "high"), (
+            CHAT, dict(chat_template_kwargs={"reasoning_effort": "low"}), "low"), (
+            RESPONSES, dict(input="Hi", reasoning={"effort": "low"}), "low")):
+        call = rendered.read(path, (MINIMAL[CHAT] if path == CHAT else {}) | fields)
+        assert call.prompts[0]["prompt"].endswith(f"Reasoning: {effort}")
     call = read(serving, CHAT, structured_outputs={"choice": ["x"]})  # a grammar leaves no room for thoughts
     output.outputs[0].text = "x"
     assert call.response([output])["choices"][0]["message"] == {"role": "assistant", "content": "x"}
@@ -426,6 +433,21 @@ def test_channels_are_read_in_every_chat(llm):
     [choice] = call.response([output])["choices"]
     [called] = choice["message"]["tool_calls"]
     assert called["function"] == {"name": "now", "arguments": '{"zone": 1}'} and choice["finish_reason"] == "tool_calls"
+
+
+def test_a_grammar_begins_in_the_final_channel(llm, monkeypatch):
+    """Not that of a call that must be made: its text has no channels. Without these tokens a grammar begins at once."""
+    def begin(**fields):
+        structured = read(serving_of(llm, tool_parser="openai"), CHAT, **fields).params.structured_outputs
+        return structured and structured.reasoning_token_ids
+
+    fields = dict(response_format={"type": "json_object"})
+    assert begin(**fields) is begin() is None
+    encode, marks = llm.tokenizer.encode, {"<|channel|>": 5, "<|message|>": 8}
+    monkeypatch.setattr(llm.tokenizer, "tokens", llm.tokenizer.tokens | marks)
+    monkeypatch.setattr(llm.tokenizer, "encode", lambda text, **how: [5, 17] if text == "<|channel|>final" else encode(
+        text, **how))
+    assert begin(**fields) == [[5, 17, 8]] and begin() is begin(tools=TOOLS[1:], tool_choice="required") is None
 
 
 @needs_grammar

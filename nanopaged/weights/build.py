@@ -42,8 +42,8 @@ from nanopaged import model
 from nanopaged.options import feature
 from nanopaged.rope import make_rope_table, rotary_dim
 
-# Small parameters that stay in float32: of weights in FP8, and of recurrent layers (delta.py, mamba.py)
-FLOAT32 = ".scale", ".A_log", ".dt_bias", ".gated_norm"
+# Small parameters that stay in float32: of weights in FP8, of recurrent layers (delta.py, mamba.py), and of routers
+FLOAT32 = ".scale", ".A_log", ".dt_bias", ".gated_norm", ".expert_bias"
 
 
 def build_model(config: model.ModelConfig, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype,

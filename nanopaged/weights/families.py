@@ -342,6 +342,7 @@ OF_FEATURES = {
     "Ernie4_5_ForCausalLM": "more_families.ernie4_5",  # the name in its first checkpoints
     "GraniteMoeHybridForCausalLM": "more_families.granite4", "SeedOssForCausalLM": "more_families.seed_oss",
     "ArceeForCausalLM": "more_families.arcee", "Lfm2ForCausalLM": "lfm2.lfm2",
+    "Lfm2MoeForCausalLM": "lfm2.lfm2_moe",
     "Qwen3NextForCausalLM": "qwen3_5.qwen3_next", "Qwen3_5ForCausalLM": "qwen3_5.qwen3_5",
     "Qwen3_5MoeForCausalLM": "qwen3_5.qwen3_5_moe"}
 # Multimodal architectures: the model_type of a text model inside (where none is given, the first) -> the architecture
@@ -359,7 +360,6 @@ MULTIMODAL: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM", {})}}
 REFUSED = {  # a part of an architecture's name -> the reason
     "^Gemma4": "Gemma 4, with heads of two sizes and layers that share a cache",
-    "^GraniteMoeHybrid": "Granite 4 with experts",
     "Mamba|Jamba|Zamba|Bamba|Rwkv|FalconH1|NemotronH|RecurrentGemma": "a state-space model",
     "^(Deepseek|Kimi|LongcatFlash|Glm4MoeLite)": "a mixture of experts with latent attention, as DeepSeek's",
     "Moe|MoE|Mixtral": "a mixture of experts of another form",

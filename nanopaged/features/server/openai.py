@@ -110,7 +110,9 @@ class Serving:
         if length is None:
             self._check_size(texts)
         prompts = [self._render(body, tools)] if path == CHAT else [_read_prompt(prompt) for prompt in texts]
-        if path == CHAT and self.reasoning_parser and not has_channels:
+        if kind == "openai":
+            self._begin_in_final(params)
+        elif path == CHAT and self.reasoning_parser and not has_channels:
             thinks = self._read_thinking(prompts[0]["prompt"].rstrip(), params)
         if length is not None:  # from the left; -1: what goes with max_tokens
             length = max(1, self.llm.max_model_len - (params.max_tokens or 1)) if length < 0 else length
@@ -129,6 +131,13 @@ class Serving:
                 return None
             params.structured_outputs = replace(structured, reasoning_token_ids=ids[1:] if thinks else ids)
         return thinks
+
+    def _begin_in_final(self, params: SamplingParams) -> None:
+        """A grammar begins in the channel "final". Its head may name a format between these marks."""
+        tokens = self.llm.tokenizer.tokens
+        if params.structured_outputs and {"<|channel|>", "<|message|>"} <= tokens.keys():
+            end = [*self.llm.tokenizer.encode("<|channel|>final", add_special_tokens=False), tokens["<|message|>"]]
+            params.structured_outputs = replace(params.structured_outputs, reasoning_token_ids=[end])
 
     @cached_property
     def max_chars(self) -> int:
