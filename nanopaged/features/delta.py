@@ -25,6 +25,7 @@ before the chunk:
 Where a chunk ends changes the last bits, so chunks end at multiples of CHUNK positions, however a prompt is cut into
 steps. This file is the plain form; delta_kernels.py computes the same in a few launches on a GPU.
 """
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -32,11 +33,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanopaged import model
+from nanopaged.features.kinds.chunks import scan
 from nanopaged.features.kinds.recurrent import Convolution, StateLayer, StateSlots
 from nanopaged.inputs import between, check_number
 
 CHUNK = 64  # tokens
 NORM_EPS = 1e-6  # of the norms of q and k
+
+
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """One token of each of N texts: q and k [N, H, k_dim], v [N, H, v_dim], g and beta [N, H], state [N, H, k_dim,
+    v_dim] -> (o like v, state)"""
+    state = g.exp()[..., None, None] * state
+    answer = torch.einsum("nhk,nhkv->nhv", k, state)
+    correction = beta[..., None] * (v - answer)
+    state = state + k[..., None] * correction[..., None, :]
+    return torch.einsum("nhk,nhkv->nhv", q, state), state
 
 
 class Weights(NamedTuple):
@@ -53,9 +65,50 @@ class Weights(NamedTuple):
     taps: int
 
 
-# --------------------------------------------------------------------------------------------------
-# The layer
-# --------------------------------------------------------------------------------------------------
+def gated_delta(qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, w: Weights, states: list[Tensor],
+                slots: StateSlots) -> Tensor:
+    """The layer between its projections: qkv [T, channels], z [T, v_heads, v_dim], b and a [T, v_heads] -> like z, in
+    its type. The states after the step are written into the slots: states[0] the convolution's inputs [slots, taps,
+    channels], states[1] S of all heads [slots, v_heads, k_dim, v_dim]."""
+    q, k, v = F.silu(convolve(qkv.float(), w, states[0], slots)).split(
+        [w.k_heads * w.k_dim, w.k_heads * w.k_dim, w.v_heads * w.v_dim], dim=1)
+    q, k = (one.unflatten(1, (w.k_heads, w.k_dim)) for one in (q, k))
+    q, k = (one * torch.rsqrt((one * one).sum(-1, keepdim=True) + NORM_EPS) for one in (q, k))
+    q, k = (one.repeat_interleave(w.v_heads // w.k_heads, 1) for one in (q * w.k_dim ** -0.5, k))
+    beta, g = b.float().sigmoid(), -w.A_log.float().exp() * F.softplus(a.float() + w.dt_bias.float())
+    o = scan(delta_rule, chunk, (q, k, v.unflatten(1, (w.v_heads, w.v_dim))), (g, beta), states[1], slots)
+    o = F.rms_norm(o, o.shape[-1:], w.norm.float(), w.eps) * F.silu(z.float())
+    return o.to(z.dtype)
+
+
+def convolve(x: Tensor, w: Weights, states: Tensor, s: StateSlots) -> Tensor:
+    """The causal convolution, float32: x [T, channels] -> [T, channels]. Rings [slots, taps, channels]; targets that
+    have seen fewer than taps - 1 tokens of the step take over inputs of the source."""
+    back = torch.arange(w.taps - 1, 0, -1, device=x.device)
+    before = s.num_computed[:, None] - back  # positions [N, taps - 1]; there are none below 0
+    old = torch.where((before >= 0)[..., None], states[s.sources[:, None], before % w.taps], 0)
+    inputs = torch.cat([old.flatten(0, 1), x])
+    kept = (s.num_computed[:, None] + s.counts).flatten()[:, None] - back  # positions [N * W, taps - 1]
+    states[s.targets[:, None], kept % w.taps] = inputs[s.last_inputs]
+    return reduce(torch.add, (inputs[s.inputs[:, i]] * w.conv[:, i].float() for i in range(w.taps)))
+
+
+def chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """`delta_rule` of n chunks of L tokens each: q [n, L, H, k_dim], state [n, H, k_dim, v_dim] -> (o, state). Where g
+    and beta are 0 is no token."""
+    q, k, v, g, beta = (one.transpose(1, 2) for one in (q, k, v, g, beta))  # [n, H, L, ..]
+    total, beta = g.cumsum(2), beta[..., None]
+    later = torch.ones(g.shape[2], g.shape[2], dtype=torch.bool, device=g.device).triu(1)
+    decay = (total[..., None] - total[..., None, :]).masked_fill(later, -torch.inf).exp()  # [n, H, L, L]
+    from_start, to_end = total.exp()[..., None], (total[..., -1:] - total).exp()[..., None]
+    # The solver takes the diagonal as ones.
+    system, right = beta * (k @ k.mT) * decay, torch.cat([beta * v, beta * from_start * k], -1)
+    u, w = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True).split(
+        [v.shape[-1], k.shape[-1]], -1)
+    new = u - w @ state
+    o = from_start * (q @ state) + (q @ k.mT * decay) @ new
+    return o.transpose(1, 2), from_start[..., -1:, :] * state + (to_end * k).mT @ new
+
 
 class GatedDeltaNet(StateLayer):
     def make(self, config: model.ModelConfig, modules: model.Modules) -> None:
@@ -76,89 +129,6 @@ class GatedDeltaNet(StateLayer):
         z = z.unflatten(1, (s["v_heads"], s["v_dim"]))
         mix_tokens = slots.kernels.gated_delta if slots.kernels else gated_delta
         return mix_tokens(qkv, z, b, a, weights, states, slots).flatten(1)
-
-
-def gated_delta(qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, w: Weights, states: list[Tensor],
-                slots: StateSlots) -> Tensor:
-    """The layer between its projections: qkv [T, channels], z [T, v_heads, v_dim], b and a [T, v_heads] -> like z, in
-    its type. The states after the step are written into the slots: states[0] the convolution's inputs [slots, taps,
-    channels], states[1] S of all heads [slots, v_heads, k_dim, v_dim]."""
-    q, k, v = F.silu(convolve(qkv.float(), w, states[0], slots)).split(
-        [w.k_heads * w.k_dim, w.k_heads * w.k_dim, w.v_heads * w.v_dim], dim=1)
-    q, k = (one.unflatten(1, (w.k_heads, w.k_dim)) for one in (q, k))
-    q, k = (one * torch.rsqrt((one * one).sum(-1, keepdim=True) + NORM_EPS) for one in (q, k))
-    q, k = (one.repeat_interleave(w.v_heads // w.k_heads, 1) for one in (q * w.k_dim ** -0.5, k))
-    beta, g = b.float().sigmoid(), -w.A_log.float().exp() * F.softplus(a.float() + w.dt_bias.float())
-    o = scan(q, k, v.unflatten(1, (w.v_heads, w.v_dim)), g, beta, states[1], slots)
-    o = F.rms_norm(o, o.shape[-1:], w.norm.float(), w.eps) * F.silu(z.float())
-    return o.to(z.dtype)
-
-
-def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One token of each of N texts: q and k [N, H, k_dim], v [N, H, v_dim], g and beta [N, H], state [N, H, k_dim,
-    v_dim] -> (o like v, state)"""
-    state = g.exp()[..., None, None] * state
-    answer = torch.einsum("nhk,nhkv->nhv", k, state)
-    correction = beta[..., None] * (v - answer)
-    state = state + k[..., None] * correction[..., None, :]
-    return torch.einsum("nhk,nhkv->nhv", q, state), state
-
-
-def convolve(x: Tensor, w: Weights, states: Tensor, s: StateSlots) -> Tensor:
-    """The causal convolution, float32: x [T, channels] -> [T, channels]. Rings [slots, taps, channels]; targets that
-    have seen fewer than taps - 1 tokens of the step take over inputs of the source."""
-    back = torch.arange(w.taps - 1, 0, -1, device=x.device)
-    before = s.num_computed[:, None] - back  # positions [N, taps - 1]; there are none below 0
-    old = torch.where((before >= 0)[..., None], states[s.sources[:, None], before % w.taps], 0)
-    inputs = torch.cat([old.flatten(0, 1), x])
-    kept = (s.num_computed[:, None] + s.counts).flatten()[:, None] - back  # positions [N * W, taps - 1]
-    states[s.targets[:, None], kept % w.taps] = inputs[s.last_inputs]
-    return sum(inputs[s.inputs[:, i]] * w.conv[:, i].float() for i in range(w.taps))
-
-
-# --------------------------------------------------------------------------------------------------
-# In chunks
-# --------------------------------------------------------------------------------------------------
-
-def scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, s: StateSlots) -> Tensor:
-    """`delta_rule` for all tokens of a step: q and k [T, H, k_dim], v [T, H, v_dim], g and beta [T, H] -> like v.
-    states [slots, H, k_dim, v_dim]"""
-    state = states.index_select(0, s.sources)
-    kept = s.targets.view(len(state), -1)
-    # First every sequence's first token by itself; those of longer ones are computed again, in chunks.
-    first = s.first.clamp(max=len(q) - 1)
-    o1, state1 = delta_rule(*(one.index_select(0, first) for one in (q, k, v, g, beta)), state)
-    if not s.rounds:  # decode: a sequence for each token
-        states[kept[:, 0]] = state1
-        return o1
-    o, alone = torch.zeros_like(v), s.lens == 1
-    o[first] = torch.where(alone[:, None, None], o1, 0)
-    states[torch.where(alone, kept[:, 0], 0)] = state1
-    for places, tokens, done in s.rounds:
-        is_token = tokens >= 0
-        at, exists = tokens.clamp(min=0), is_token[..., None]
-        o_chunk, state[places] = chunk(q[at], k[at], v[at], g[at] * exists, beta[at] * exists, state[places])
-        o[tokens[is_token]] = o_chunk[is_token]
-        for column in range(kept.shape[1]):  # the live slot, and marks
-            states[torch.where(s.counts[places, column] == done, kept[places, column], 0)] = state[places]
-    return o
-
-
-def chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """`delta_rule` of n chunks of L tokens each: q [n, L, H, k_dim], state [n, H, k_dim, v_dim] -> (o, state). Where g
-    and beta are 0 is no token."""
-    q, k, v, g, beta = (one.transpose(1, 2) for one in (q, k, v, g, beta))  # [n, H, L, ..]
-    total, beta = g.cumsum(2), beta[..., None]
-    later = torch.ones(g.shape[2], g.shape[2], dtype=torch.bool, device=g.device).triu(1)
-    decay = (total[..., None] - total[..., None, :]).masked_fill(later, -torch.inf).exp()  # [n, H, L, L]
-    from_start, to_end = total.exp()[..., None], (total[..., -1:] - total).exp()[..., None]
-    # The solver takes the diagonal as ones.
-    system, right = beta * (k @ k.mT) * decay, torch.cat([beta * v, beta * from_start * k], -1)
-    u, w = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True).split(
-        [v.shape[-1], k.shape[-1]], -1)
-    new = u - w @ state
-    o = from_start * (q @ state) + (q @ k.mT * decay) @ new
-    return o.transpose(1, 2), from_start[..., -1:, :] * state + (to_end * k).mT @ new
 
 
 # --------------------------------------------------------------------------------------------------

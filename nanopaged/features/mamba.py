@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanopaged import model
+from nanopaged.features.kinds.chunks import scan
 from nanopaged.features.kinds.recurrent import Convolution, StateLayer, StateSlots, convolve
 from nanopaged.inputs import between, check_number
 
@@ -43,41 +44,22 @@ class Mamba(StateLayer):
         u = u.unflatten(1, (heads, -1))  # [T, H, head_dim]
         b, c = (part.unflatten(1, (groups, size)).repeat_interleave(heads // groups, 1) for part in (b, c))
         dt = F.softplus(dt.float() + self.dt_bias.float()).clamp(*s["dt_limit"])  # [T, H]
-        y = scan(u, dt, -self.A_log.float().exp() * dt, b, c, states[1], slots) + self.D.float()[:, None] * u
+        y = scan(step, chunk, (u, b, c), (dt, -self.A_log.float().exp() * dt), states[1], slots)
+        y = y + self.D.float()[:, None] * u
         y = (y.flatten(1) * F.silu(gate.float())).unflatten(1, (groups, -1))
         y = F.rms_norm(y, y.shape[-1:], eps=s["norm_eps"]).flatten(1)
         return self.gated_norm.weight * y.to(x.dtype)
 
 
-def scan(u: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, states: Tensor, s: StateSlots) -> Tensor:
-    """h = exp(a) * h + dt * u * b, y = h c for each token: u [T, H, head_dim], dt and a [T, H], b and c [T, H, size] ->
-    y like u. states [slots, H, head_dim, size]"""
-    h = states.index_select(0, s.sources)
-    kept = s.targets.view(len(h), -1)
-    # First every sequence's first token by itself; those of longer ones are computed again, in chunks.
-    first = s.first.clamp(max=len(u) - 1)
-    u1, dt1, a1, b1, c1 = (one.index_select(0, first) for one in (u, dt, a, b, c))
-    h1 = a1.exp()[..., None, None] * h + (dt1[..., None] * u1)[..., None] * b1[:, :, None]
-    y1 = torch.einsum("nhps,nhs->nhp", h1, c1)
-    if not s.rounds:  # decode: a sequence for each token
-        states[kept[:, 0]] = h1
-        return y1
-    y = torch.zeros_like(u)
-    alone = s.lens == 1
-    y[first] = torch.where(alone[:, None, None], y1, 0)
-    states[torch.where(alone, kept[:, 0], 0)] = h1
-    for places, tokens, done in s.rounds:
-        is_token = (tokens >= 0)[..., None]
-        at = tokens.clamp(min=0)
-        y_chunk, h[places] = chunk(u[at], dt[at] * is_token, a[at] * is_token, b[at], c[at], h[places])
-        y[tokens[tokens >= 0]] = y_chunk[tokens >= 0]
-        for column in range(kept.shape[1]):  # the live slot, and marks
-            states[torch.where(s.counts[places, column] == done, kept[places, column], 0)] = h[places]
-    return y
+def step(u: Tensor, b: Tensor, c: Tensor, dt: Tensor, a: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    """h = exp(a) * h + dt * u * b, y = h c, of one token of each of N texts: u [N, H, head_dim], b and c [N, H, size],
+    dt and a [N, H], h [N, H, head_dim, size] -> (y, h)"""
+    h = a.exp()[..., None, None] * h + (dt[..., None] * u)[..., None] * b[:, :, None]
+    return torch.einsum("nhps,nhs->nhp", h, c), h
 
 
-def chunk(u: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-    """`scan` of n chunks of L tokens each: u [n, L, H, head_dim], h [n, H, head_dim, size] -> (y, h). Where dt and a
+def chunk(u: Tensor, b: Tensor, c: Tensor, dt: Tensor, a: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    """`step` of n chunks of L tokens each: u [n, L, H, head_dim], h [n, H, head_dim, size] -> (y, h). Where dt and a
     are 0 is no token."""
     total = a.cumsum(1)  # [n, L, H]
     later = torch.ones(a.shape[1], a.shape[1], dtype=torch.bool, device=a.device).triu(1)[..., None]

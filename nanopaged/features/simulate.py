@@ -225,13 +225,18 @@ class Device:
     lookahead, num_ranks, device = 1, 1, torch.device("meta")  # tensors of this device have no memory
 
     def __init__(self, card: Card, sizes: Sizes, clock: Clock, config: model.ModelConfig, block_size: int,
-                 dtype: torch.dtype, max_model_len: int, max_num_seqs: int) -> None:
+                 dtype: torch.dtype, max_model_len: int, max_num_seqs: int, snapshot_memory: float = 0.0) -> None:
         self.card, self.sizes, self.clock, self.config, self.block_size = card, sizes, clock, config, block_size
-        self.pool = Pool(config.num_layers, (block_size, config.num_kv_heads, config.head_dim), dtype, self.device)
+        block_shape = block_size, config.num_kv_heads, config.head_dim
+        self.pool = Pool(config.num_layers, block_shape, dtype, self.device)
         self.max_model_len, self.max_num_seqs = max_model_len, max_num_seqs
         if config.groups:
             kinds = feature("kinds.device", "a model with layers of several kinds")
             self.pool = kinds.KindsPool(kinds.Layout(config, block_size, dtype), self.device)
+        if states := config.states:
+            self.pool = feature("kinds.recurrent", "a model with recurrent states").StatesPool(
+                states["shapes"], [i in states["layers"] for i in range(config.num_layers)], max_num_seqs,
+                snapshot_memory, block_shape, dtype, self.device)
         self.free_at = self.busy = 0.0
 
     def launch(self, step: engine.SchedulerOutput) -> LaunchedStep:
@@ -270,7 +275,8 @@ class Simulation:
         self.config, self.path, self.clock, self.sizes = c, path, Clock(), Sizes.of(c, dtype.itemsize)
         choose_groups(options, c)
         self.runners = [Device(card, self.sizes, self.clock, c, options.block_size or 64, dtype,
-                               options.max_model_len or c.max_position_embeddings, options.max_num_seqs)
+                               options.max_model_len or c.max_position_embeddings, options.max_num_seqs,
+                               options.enable_prefix_caching * options.snapshot_memory)
                         for _ in range(options.data_parallel_size)]
         self.runner: Any = self.runners[0]
         num_blocks = options.num_gpu_blocks_override or options.num_blocks or self._num_blocks(card, options)
@@ -297,7 +303,7 @@ class Simulation:
         if left < block_bytes:
             raise ValueError(f"{card.memory / GIB:.0f} GiB of the card do not hold the model, a step and one block; "
                              "take another --card, or give num_blocks")
-        return int(left) // block_bytes
+        return [runner.pool.num_blocks_in(int(left)) for runner in self.runners][0]
 
     def _wait(self) -> None:
         """In place of the router's `wait`: until the first card has done its step."""

@@ -8,8 +8,9 @@ import torch
 
 from nanopaged import SamplingParams
 from nanopaged.features import graphs
+from nanopaged.features.kinds.chunks import scan
 from nanopaged.features.kinds.recurrent import make_rounds
-from nanopaged.features.mamba import chunk, scan
+from nanopaged.features.mamba import chunk, step
 from nanopaged.tests.helpers import GOLDEN, assert_golden, expectations, load, prompt_logits, tokens_of
 from nanopaged.tests.test_graphs import SHORTAGES, record_graphs
 from nanopaged.weights.checkpoint import read_safetensors
@@ -84,7 +85,8 @@ def test_a_prompt_has_the_same_bits_however_it_is_cut():
                   for places, tokens, done in make_rounds([end - start], [end], 64)]
         slots = SimpleNamespace(first=ints([0]), lens=ints([end - start]), sources=ints([source]), rounds=rounds,
                                 targets=ints([target, mark or 0]), counts=ints([[end - start, 128 * bool(mark)]]))
-        return scan(*(one[start:end] for one in (u, dt.abs(), -dt.abs(), b, c)), states, slots)
+        u1, b1, c1, dt1 = (one[start:end] for one in (u, b, c, dt.abs()))
+        return scan(step, chunk, (u1, b1, c1), (dt1, -dt1), states, slots)
 
     whole = run(0, 200, 1, 2, mark=4)
     assert torch.equal(whole, torch.cat([run(0, 128, 1, 3), run(128, 192, 3, 3), run(192, 200, 3, 3)]))
@@ -120,7 +122,7 @@ def test_a_chunk_is_its_steps():
     dt = noise(n, length, heads).abs()
     a = -dt * 2
     dt[1, 7:] = a[1, 7:] = 0  # no tokens
-    y, last = chunk(u, dt, a, b, c, h)
+    y, last = chunk(u, b, c, dt, a, h)
     for i in range(length):
         h = a[:, i].exp()[..., None, None] * h + (dt[:, i, :, None] * u[:, i])[..., None] * b[:, i, :, None]
         torch.testing.assert_close(y[:, i], torch.einsum("nhps,nhs->nhp", h, c[:, i]))

@@ -27,18 +27,33 @@ def requests(prompts, num_new, gap=0.0):
             for i, prompt in enumerate(prompts)]
 
 
-@pytest.mark.parametrize("variant", ["qwen3", "gpt2", "qwen3-moe", "granite-moe-shared"])
+@pytest.mark.parametrize("variant", ["qwen3", "gpt2", "qwen3-moe", "granite-moe-shared", "qwen3.5", "qwen3-next"])
 def test_sizes_are_those_of_the_model(variant):
-    """The matrices of a checkpoint, without the small ones of positions and of routers."""
+    """The matrices of a checkpoint, without the small ones of positions, routers and convolutions."""
     llm = shared(variant)
     matrices = {name: one for name, one in llm.runner.model.named_parameters()
-                if one.dim() > 1 and not any(word in name for word in ("positions", "router"))}
+                if one.dim() > 1 and not any(word in name for word in ("positions", "router", "conv"))}
     if llm.config.experts:  # a matrix of all experts of a layer is one tensor, and its parts are parameters
         assert any("experts" in name for name in matrices)
     bytes_of = llm.config.torch_dtype.itemsize
     assert Sizes.of(llm.config).num_bytes == sum(one.numel() for one in matrices.values()) * bytes_of
-    assert Sizes.of(llm.config, 1).token_bytes * llm.config.num_layers == (
+    num_attending = llm.config.num_layers - len(llm.config.states.get("layers", ()))
+    assert Sizes.of(llm.config, 1).token_bytes * num_attending == (
         llm.runner.pool.block_bytes // llm.runner.block_size // 4)  # which has 4 bytes in place of 1
+
+
+def test_recurrent_states():
+    """Each is read and written in a step. The engine has slots for them, as many as the memory allows."""
+    sizes = Sizes.of(shared("qwen3.5").config)
+    assert sizes.state_bytes == shared("qwen3.5").runner.pool.slot_bytes and sizes.windows == ((0, 1),)
+    slow = Card(1e9, 1e30)
+    one, two = (slow.step_seconds(sizes, [1] * n, [10] * n, n) for n in (1, 2))
+    assert two - one == pytest.approx((2 * sizes.state_bytes + 10 * sizes.token_bytes) / 1e9)
+    simulated = simulation("qwen3.5", card=CARD._replace(memory=4e6), num_blocks=None, max_num_seqs=256,
+                           max_num_batched_tokens=64)
+    assert 1 < simulated.scheduler.max_num_seqs < 256
+    simulated.run(requests([[1, 2, 3]] * 300, 5))
+    assert len(simulated.times) == 300
 
 
 def test_experts_that_are_read():
