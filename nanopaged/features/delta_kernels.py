@@ -12,10 +12,11 @@ The letters are those of delta.py, whose form in chunks this is.
 **The same bits.** A program computes one head of one place, so nothing depends on the rest of the batch. Chunks begin
 at positions that are multiples of CHUNK, and the state between two of them is in float32. Therefore a prompt that is
 cut there has the bits of an uncut one, and a mark, which falls on a chunk's end, those of a prompt that ends there.
+(One new token is decode, whose sums have another order.)
 
-**Slots.** A step reads one slot of a place, and writes others or the same. Inputs of positions below 0 are not read, so
-a slot needs no zeroing. All programs of a group read the ring's entries of position - 3 to position - 1, and one of
-them writes another entry, so none waits for the others.
+**Slots.** A step reads one slot of a place, and writes others or the same; nothing is copied before or after. Inputs of
+positions below 0 are not read, so a slot needs no zeroing. All programs of a group read the ring's entries of position
+- 3 to position - 1, and one of them writes another entry, so none waits for the others.
 
 **Dependent launches.** State and ring are loaded before the wait for the previous kernel. Between the kernel that
 writes a state and the next one that reads it, there must therefore be another one, such as a projection's.
@@ -29,8 +30,7 @@ import torch
 from torch import Tensor
 
 from nanopaged import kernel, tiles
-from nanopaged.features import delta
-from nanopaged.features.delta import CHUNK, Weights
+from nanopaged.features.delta import CHUNK, NORM_EPS, Weights
 from nanopaged.features.kinds.recurrent import StateSlots, Work, state_slots
 from nanopaged.optional_triton import INTERPRETED, jit, launch_options, tl
 
@@ -42,9 +42,9 @@ except ImportError:  # no Triton, or one without Nvidia's part
 TAPS = 4  # of the convolution
 MIN_DIM, MAX_DIM = 16, 128  # of a head; a program of decode has its head's state in registers
 FLOAT32_MEMORY = 128 * 1024  # bytes of shared memory that a program of prepare_kernel takes in float32
-WIDE, NARROW = 128, 32  # columns of a state that a program of the scan has: in a step with many places, or few
+WIDE, NARROW = 128, 32  # columns of a state that a program of the scan has, for Work.many and for Work.few
 LOG2_E = tl.constexpr(math.log2(math.e))
-NORM_EPS = tl.constexpr(delta.NORM_EPS)
+HEAD_EPS = tl.constexpr(NORM_EPS)
 COMPILED = tl.constexpr(not INTERPRETED)
 
 
@@ -70,6 +70,7 @@ def gated_delta(qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, w: Weights, states
 
 def launches(out: Tensor, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, w: Weights, states: list[Tensor],
              slots: StateSlots) -> Iterator[Callable[[], Any]]:
+    """Of `gated_delta`, in this order."""
     work, (conv_state, state), num_targets = slots.work, states, len(slots.targets) // len(slots.lens)
     index, source = (slots.first, slots.lens, slots.num_computed), (slots.sources, slots.sources.stride(0))
     target = slots.targets, slots.targets.stride(0)  # both are columns of the batch rows
@@ -108,15 +109,16 @@ def launches(out: Tensor, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, w: Weigh
 
 def prepare_form(dtype: torch.dtype) -> dict[str, Any]:
     """Float32 is multiplied in three products of tf32 numbers. The inverse of 16-bit models is made of float16 numbers,
-    which have the precision of tf32; none of them is above 1 (see `_inverse`)."""
+    which have the precision of tf32; none of them is above 1 (see `_inverse`). With 168 registers a thread, three
+    programs share a multiprocessor."""
     if dtype is torch.float32:
         return dict(PRECISION="tf32x3", INVERSE=tl.float32, num_warps=4, num_stages=1)
     return dict(PRECISION="tf32", INVERSE=tl.float16, num_warps=4, num_stages=1, maxnreg=168)
 
 
 def scan_form(columns: int, dtype: torch.dtype, shared_memory: int) -> dict[str, Any]:
-    """On an H200, 128 columns took 165 microseconds for 8 x 2,048 tokens, and 310 for 1 x 8,192, for which 32 columns
-    took 188 (16 k heads, 32 v heads of 128)."""
+    """columns: of a program. All forms give the same bits on an H200 (test_delta_kernels.py). Tiles of w, q, k, P and u
+    are in shared memory, once for each stage."""
     stages = 1 if dtype.itemsize > 2 else 3 if shared_memory > tiles.LARGE_SHARED_MEMORY else 2
     return dict(TILE=columns, PRECISION=prepare_form(dtype)["PRECISION"], num_warps=max(4, columns // 16),
                 num_stages=stages)
@@ -187,7 +189,7 @@ def decode_kernel(out, qkv, z, b, a, conv_weight, A_log, dt_bias, norm_weight, e
         x = _silu(w0 * xa + w1 * xb + w2 * xc + w3 * xd)
         v = _silu(v0 * va + v1 * vb + v2 * vc + v3 * vd)
         xa, xb, xc, va, vb, vc = xb, xc, xd, vb, vc, vd
-        q, k = tl.split(x * (1.0 / tl.sqrt(tl.sum(x * x, 0) + NORM_EPS))[None, :])
+        q, k = tl.split(x * (1.0 / tl.sqrt(tl.sum(x * x, 0) + HEAD_EPS))[None, :])
         q *= K_DIM ** -0.5
         decay = _exp(g)
         # What S answers to k and to q, before the update: two sums that do not wait for each other.
@@ -348,13 +350,13 @@ def prepare_kernel(q_out, k_out, w_out, u_out, p_out, total_out, mixed, b, a, A_
     mixed += entry * CHUNK * CHANNELS
     q_at = head // GROUP * K_DIM + dim
     q = tl.load(mixed + row[:, None] * CHANNELS + q_at[None, :]).to(tl.float32)
-    q *= (K_DIM ** -0.5 / tl.sqrt(tl.sum(q * q, 1) + NORM_EPS))[:, None]
+    q *= (K_DIM ** -0.5 / tl.sqrt(tl.sum(q * q, 1) + HEAD_EPS))[:, None]
     q = q.to(q_out.dtype.element_ty)
     at = (entry * K_HEADS + head // GROUP) * CHUNK * K_DIM + row[:, None] * K_DIM + dim[None, :]
     is_first = at < tl.where(head % GROUP == 0, 2**62, 0)  # one program of the group stores q and k
     tl.store(q_out + at, q, mask=is_first)
     k = tl.load(mixed + row[:, None] * CHANNELS + (K_HEADS * K_DIM + q_at)[None, :]).to(tl.float32)
-    k *= (1.0 / tl.sqrt(tl.sum(k * k, 1) + NORM_EPS))[:, None]
+    k *= (1.0 / tl.sqrt(tl.sum(k * k, 1) + HEAD_EPS))[:, None]
     k = k.to(q_out.dtype.element_ty)
     tl.store(k_out + at, k, mask=is_first)
     qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)

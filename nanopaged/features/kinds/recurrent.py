@@ -192,8 +192,7 @@ def make_work(query_lens: list[int], seq_lens: list[int], chunk: int) -> tuple[l
             chunks += [[place, number] for number in numbers]
     sequences.sort()
     lists = [[place, entry] for _, place, entry in sequences]
-    # More programs share a state then. (In delta_kernels.py they take 0.6 of the time for one long sequence, and
-    # longer than few programs where there are many sequences.)
+    # More programs share a state then, or most of the card would be idle. With equal sequences that is slower.
     is_few = bool(lists) and len(lists) <= MOST_FEW and len(chunks) < -1.5 * sequences[0][0]
     return (chunks, [], lists) if is_few else (chunks, lists, [])
 
