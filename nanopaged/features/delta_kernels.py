@@ -81,7 +81,7 @@ def launches(out: Tensor, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, w: Weigh
             decode_kernel[(w.v_heads, work.num_decodes)], out, qkv, z, b, a, w.conv, w.A_log, w.dt_bias, w.norm, w.eps,
             conv_state, state, *index, slots.lens if slots.query_lens is None else slots.query_lens, *source, *target,
             slots.counts, qkv.stride(0), z.stride(0), b.stride(0), a.stride(0), TARGETS=num_targets,
-            DRAFTS=slots.most > 1, num_warps=4, **sizes, **options)
+            SEVERAL=slots.most > 1, num_warps=4, **sizes, **options)
     if work.chunks is None:
         return
     num_chunks, channels, make = len(work.chunks), qkv.shape[1], partial(torch.empty, dtype=qkv.dtype, device=z.device)
@@ -135,7 +135,7 @@ def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
     w = Weights(make(channels, taps, dtype=r.dtype), make(v_heads), make(v_heads), make(v_dim), r.config.norm_eps,
                 (channels - v_heads * v_dim) // (2 * k_dim), v_heads, k_dim, v_dim, taps)
     slots = state_slots(ints(2), ints(1), ints(1, len(r.rows.empty)), work=Work(1, none, none, none),
-                        most=1 + r.num_drafts)
+                        most=r.most)
     yield from launches(torch.empty_like(z), qkv, z, b, a, w, [make(2, *shape) for shape in shapes], slots)
 
 
@@ -146,7 +146,7 @@ def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
 @jit
 def decode_kernel(out, qkv, z, b, a, conv_weight, A_log, dt_bias, norm_weight, eps, conv_state, state, query_start_loc,
                   lens, num_computed, query_lens, sources, source_row, targets, target_row, counts, qkv_row, z_row,
-                  b_row, a_row, TARGETS: tl.constexpr, DRAFTS: tl.constexpr, RING: tl.constexpr, K_HEADS: tl.constexpr,
+                  b_row, a_row, TARGETS: tl.constexpr, SEVERAL: tl.constexpr, RING: tl.constexpr, K_HEADS: tl.constexpr,
                   V_HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, PDL: tl.constexpr):
     """Grid (v head, place). Places that are computed in chunks, or have no tokens, are left to others. The state is
     read once and written once, or with drafts after each token, and is in registers meanwhile. It and all else that no
@@ -179,7 +179,7 @@ def decode_kernel(out, qkv, z, b, a, conv_weight, A_log, dt_bias, norm_weight, e
     norm = tl.load(norm_weight + v_dim).to(tl.float32)
     is_first = head % GROUP == 0  # one program of the group keeps q and k
     kernel.wait_for_previous_kernel(PDL)
-    for t in range(num_tokens if DRAFTS else 1):
+    for t in range(num_tokens if SEVERAL else 1):
         # All that is left is loaded together: no load moves ahead of a store.
         token = start + t
         row = qkv + token * qkv_row
@@ -197,10 +197,10 @@ def decode_kernel(out, qkv, z, b, a, conv_weight, A_log, dt_bias, norm_weight, e
         new = beta * (v - answer)
         o = old + tl.sum(q * k, 0) * new
         s = s * decay + k[:, None] * new[None, :]
-        for column in tl.static_range(TARGETS if DRAFTS else 1):
-            if DRAFTS:
+        for column in tl.static_range(TARGETS if SEVERAL else 1):
+            if SEVERAL:
                 target = tl.load(targets + (place * TARGETS + column) * target_row).to(tl.int64)
-            if (tl.load(counts + place * TARGETS + column) == t + 1) if DRAFTS else True:
+            if (tl.load(counts + place * TARGETS + column) == t + 1) if SEVERAL else True:
                 tl.store(state + target * SLOT + inside, s)
                 ring = conv_state + target * (RING * CHANNELS)
                 _keep_three(ring, position + t, qk_at, xa, xb, xc, is_first, source != target, RING, CHANNELS)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nanopaged import kernel, model, tiles
-from nanopaged.features import delta
+from nanopaged.features.delta import NAMES, states_of
 from nanopaged.optional_triton import jit, launch_options, tl
 from nanopaged.options import feature
 from nanopaged.weights import families
@@ -106,10 +106,10 @@ def qwen3_5(hf: dict[str, Any], **switches: Any) -> model.ModelConfig:
     if len(kinds) != num_layers or not {*kinds} <= {families.FULL, "linear_attention"} or families.FULL not in kinds:
         raise ValueError(f"config.json: layer_types must say of each of the {num_layers} layers whether it is "
                          f"'linear_attention' or 'full_attention', and name one of the latter, not {kinds!r:.80}")
-    states = delta.states_of(hf, [i for i, kind in enumerate(kinds) if kind != families.FULL])
+    states = states_of(hf, [i for i, kind in enumerate(kinds) if kind != families.FULL])
     config = families.llama(
         hf, can_be_partial=True, mlp_bias=False, qk_norm=True, norm_offset=1.0, float32_norms=True, output_gate=True,
-        names=families.NAMES | delta.NAMES | {
+        names=families.NAMES | NAMES | {
             name: f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")},
         states=states if states["layers"] else {}, **switches)
     channels, values = states["shapes"][0][1], states["v_heads"] * states["v_dim"]

@@ -236,7 +236,7 @@ class Device:
         if states := config.states:
             self.pool = feature("kinds.recurrent", "a model with recurrent states").StatesPool(
                 states["shapes"], [i in states["layers"] for i in range(config.num_layers)], max_num_seqs,
-                snapshot_memory, block_shape, dtype, self.device)
+                0, snapshot_memory, block_shape, dtype, self.device)
         self.free_at = self.busy = 0.0
 
     def launch(self, step: engine.SchedulerOutput) -> LaunchedStep:

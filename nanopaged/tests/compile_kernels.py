@@ -194,7 +194,7 @@ def delta(capability: int, dtype: torch.dtype):
     types |= dict.fromkeys(("A_log", "dt_bias", "norm_weight", "conv_state", "state", "total", "total_out"), "*fp32")
     types |= dict.fromkeys(("lens", "num_computed", "query_lens", "sources", "targets", "counts"), "*i32")
     scans = [delta_kernels.scan_form(columns, dtype, memory) for columns in (delta_kernels.WIDE, delta_kernels.NARROW)]
-    forms = [*((delta_kernels.decode_kernel, sizes | dict(TARGETS=3 + num_drafts, DRAFTS=num_drafts > 0), {})
+    forms = [*((delta_kernels.decode_kernel, sizes | dict(TARGETS=3 + num_drafts, SEVERAL=num_drafts > 0), {})
                for num_drafts in (0, 5)),
              (delta_kernels.conv_kernel, dict(TILE=512, RING=4, CHANNELS=8192, **chunk), {}),
              (delta_kernels.prepare_kernel, sizes | chunk, delta_kernels.prepare_form(dtype)),

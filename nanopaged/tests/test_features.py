@@ -264,7 +264,7 @@ def test_tests_of_a_feature_that_is_not_there_are_skipped_and_say_so(capfd):
 
 # Words of its identifiers, the files that are its own, and the most identifiers elsewhere
 KNOWN = dict(
-    beams=("beam", "beam", 15), drafts=("draft|speculat|proposer", "drafts", 25),
+    beams=("beam", "beam", 15), drafts=("draft|speculat|proposer", "drafts|kinds", 25),
     grammars=("grammar|structured|masks", "grammar|structured", 25),
     windows_and_swapping=("swap|host_(table|block)|window", "swapping|kinds", 20),
     kinds_of_layers=("layer_heads|with_groups|attention_shapes|shape_of|num_query_tiles", "kinds", 16),

@@ -280,6 +280,7 @@ class StatesRunner(Runner):
                                self.max_num_seqs, self.num_drafts,
                                self.options.enable_prefix_caching * self.options.snapshot_memory,
                                pool.block_shape, pool.dtype, pool.device)
+        self.most = 1 + self.num_drafts  # tokens that a place computes one after the other
         self.state_kernels = pick_kernels(c, self.modules, self.dtype, self.device)
 
     def _make_rows(self) -> Rows:
@@ -316,8 +317,8 @@ class StatesRunner(Runner):
             plan = dict(rounds=[(places, tokens.view(-1, chunk), done)
                                 for places, tokens, done in zip(*[sent_plan] * 3)])
         batch = super().make_batch(sent, logits_indices, sampling_places, metadata)
-        rows, drafts = self.rows.slots.index_select(0, sent.rows), self.num_drafts
-        places = dict(places=sent.rows, most=1 + drafts) if drafts else {}
+        rows = self.rows.slots.index_select(0, sent.rows)
+        places = dict(places=sent.rows, most=self.most) if self.most > 1 else {}
         return with_states(batch, state_slots(batch.query_start_loc, batch.seq_lens, rows, **places, **plan), length)
 
     # ---- Recorded steps (graphs.py). Work lists of kernels stand behind that of attention

@@ -125,11 +125,11 @@ class Serving:
         """Reader.thinks of the answer to this prompt. A grammar begins when the thoughts end, unless they have ended in
         the prompt. (If the tokenizer lacks their tokens, it begins at once.)"""
         thinks = prompt.endswith(THINK)
-        if structured := params.structured_outputs:
+        if params.structured_outputs:
             ids = [self.llm.tokenizer.tokens.get(name) for name in (THINK, END_THINK)]
             if prompt.endswith(END_THINK) or None in ids:
                 return None
-            params.structured_outputs = replace(structured, reasoning_token_ids=ids[1:] if thinks else ids)
+            self._begin_after(ids[1:] if thinks else ids, params)
         return thinks
 
     def _begin_in_final(self, params: SamplingParams) -> None:
@@ -137,7 +137,11 @@ class Serving:
         tokens = self.llm.tokenizer.tokens
         if params.structured_outputs and {"<|channel|>", "<|message|>"} <= tokens.keys():
             end = [*self.llm.tokenizer.encode("<|channel|>final", add_special_tokens=False), tokens["<|message|>"]]
-            params.structured_outputs = replace(params.structured_outputs, reasoning_token_ids=[end])
+            self._begin_after([end], params)
+
+    @staticmethod
+    def _begin_after(ids: list[Any], params: SamplingParams) -> None:
+        params.structured_outputs = replace(params.structured_outputs, reasoning_token_ids=ids)
 
     @cached_property
     def max_chars(self) -> int:
