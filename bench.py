@@ -311,7 +311,7 @@ def delta_seconds(count: int, length: int, k_heads: int, v_heads: int, dim: int)
         work = recurrent.Work(0, *lists.cuda().split(layout))
     slots = [recurrent.state_slots(
         ints(range(0, count * length + 1, length)), ints(ends),
-        ints([[slot, slot, *recurrent.EMPTY_ROW[2:]] for slot in part]), work=work)
+        ints([[slot, slot, *recurrent.empty_row()[2:]] for slot in part]), work=work)
         for part in torch.randperm(num_slots)[:calls * count].view(calls, count).tolist()]
 
     def every_call() -> None:
