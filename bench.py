@@ -520,6 +520,9 @@ def gpt_oss(limits: Card, quick: bool) -> None:
 def hybrid(limits: Card, quick: bool) -> None:
     """Gated delta nets beside attention: the shapes of Qwen3.5-35B-A3B and Qwen3.5-9B. A second turn goes on from the
     first one's state."""
+    with tempfile.TemporaryDirectory() as folder:
+        row("35B-A3B process start to first token", first_token_after(folder, "caches", "35B-A3B"), "s",
+            note="kernels are compiled")
     for label in ("35B-A3B", "Qwen3.5-9B"):
         sizes, llm = sizes_of(label), random_llm(SHAPES[label], max_model_len=9000)
         decode_rows(limits, llm, label, sizes, (1, 64, 256))
@@ -537,9 +540,6 @@ def hybrid(limits: Card, quick: bool) -> None:
         row(f"{label} second turn, 200 after 8,000", second, "ms",
             note=f"to the first token; of 200 tokens alone {alone:.1f}, of the first turn {first:.0f}")
         del llm
-    with tempfile.TemporaryDirectory() as folder:
-        _, cold = (first_token_after(folder, caches, "35B-A3B") for caches in ("first", "second"))
-    row("35B-A3B process start to first token", cold, "s", note="kernels are compiled")
 
 
 def turns(llm: LLM, seed: int) -> list[float]:

@@ -430,38 +430,57 @@ def scan_kernel(out, q, k, w, u, p, total, qkv, conv_state, state, query_start_l
     has_state = column[:, None] < tl.where(position > 0, V_DIM, 0)
     s = tl.load(state + source * SLOT + inside, mask=has_state, other=0.0)
     kernel.wait_for_previous_kernel(PDL)
-    chunk, done = position // CHUNK, 0
-    for i in range(TARGETS):  # up to each mark, then up to the end
-        at = place * TARGETS + (i + 1) % TARGETS
-        count, target = tl.load(counts + at), tl.load(targets + at * target_row).to(tl.int64)
-        num_chunks = tl.where(count > 0, tl.cdiv(position + count, CHUNK) - chunk, 0)
-        for c in range(done, num_chunks):
-            of_k, of_v = (entry + c) * K_HEADS + head // GROUP, (entry + c) * V_HEADS + head
-            lines = row[:, None] * K_DIM + dim[None, :]
-            w_tile = tl.load(w + of_v * CHUNK * K_DIM + lines)
-            q_tile = tl.load(q + of_k * CHUNK * K_DIM + lines)
-            k_tile = tl.load(k + of_k * CHUNK * K_DIM + lines)
-            p_tile = tl.load(p + of_v * CHUNK * CHUNK + row[:, None] * CHUNK + row[None, :])
-            u_tile = tl.load(u + of_v * V_DIM * CHUNK + column[:, None] * CHUNK + row[None, :])
-            g, last = tl.load(total + of_v * CHUNK + row), tl.load(total + of_v * CHUNK + CHUNK - 1)
-            rounded = s.to(w_tile.dtype)
-            new = u_tile.to(tl.float32) - tl.dot(rounded, tl.trans(w_tile), input_precision=PRECISION)
-            o = tl.dot(rounded, tl.trans(q_tile), input_precision=PRECISION) * _exp(g)[None, :]
-            o = tl.dot(new.to(w_tile.dtype), tl.trans(p_tile), o, input_precision=PRECISION)
-            s = tl.dot((new * _exp(last - g)[None, :]).to(w_tile.dtype), k_tile, s * _exp(last),
-                       input_precision=PRECISION)
-            begin = tl.maximum(position, (chunk + c) * CHUNK)
-            exists = (row < tl.minimum(position + n, (chunk + c + 1) * CHUNK) - begin)[None, :]
-            token = (start + begin - position + row).to(tl.int64)
-            to = out + (token * V_HEADS + head)[None, :] * V_DIM + column[:, None]
-            tl.store(to, o.to(out.dtype.element_ty), mask=exists)
-        if count > 0:
-            done = num_chunks
-            tl.store(state + target * SLOT + inside, s)
-            if tile == 0:
-                tl.debug_barrier()  # the slot written now may be the one that a mark's inputs were read from
-                _keep_inputs(conv_state, target, source, qkv + start.to(tl.int64) * qkv_row, qkv_row, position,
-                             position + count, head, RING, K_HEADS, V_HEADS, K_DIM, V_DIM)
+    chunk, mark = position // CHUNK, _next_mark(counts, place, 0, TARGETS)
+    for c in range(tl.cdiv(position + n, CHUNK) - chunk):
+        of_k, of_v = (entry + c) * K_HEADS + head // GROUP, (entry + c) * V_HEADS + head
+        lines = row[:, None] * K_DIM + dim[None, :]
+        w_tile = tl.load(w + of_v * CHUNK * K_DIM + lines)
+        q_tile = tl.load(q + of_k * CHUNK * K_DIM + lines)
+        k_tile = tl.load(k + of_k * CHUNK * K_DIM + lines)
+        p_tile = tl.load(p + of_v * CHUNK * CHUNK + row[:, None] * CHUNK + row[None, :])
+        u_tile = tl.load(u + of_v * V_DIM * CHUNK + column[:, None] * CHUNK + row[None, :])
+        g, last = tl.load(total + of_v * CHUNK + row), tl.load(total + of_v * CHUNK + CHUNK - 1)
+        rounded = s.to(w_tile.dtype)
+        new = u_tile.to(tl.float32) - tl.dot(rounded, tl.trans(w_tile), input_precision=PRECISION)
+        o = tl.dot(rounded, tl.trans(q_tile), input_precision=PRECISION) * _exp(g)[None, :]
+        o = tl.dot(new.to(w_tile.dtype), tl.trans(p_tile), o, input_precision=PRECISION)
+        s = tl.dot((new * _exp(last - g)[None, :]).to(w_tile.dtype), k_tile, s * _exp(last),
+                   input_precision=PRECISION)
+        begin, end = tl.maximum(position, (chunk + c) * CHUNK), tl.minimum(position + n, (chunk + c + 1) * CHUNK)
+        token = (start + begin - position + row).to(tl.int64)
+        to = out + (token * V_HEADS + head)[None, :] * V_DIM + column[:, None]
+        tl.store(to, o.to(out.dtype.element_ty), mask=(row < end - begin)[None, :])
+        if end - position == mark:
+            for i in tl.static_range(1, TARGETS):
+                if tl.load(counts + place * TARGETS + i) == mark:
+                    _keep_state(state, s, inside, conv_state, targets + (place * TARGETS + i) * target_row, source,
+                                qkv + start.to(tl.int64) * qkv_row, qkv_row, position, end, head, tile, RING, K_HEADS,
+                                V_HEADS, K_DIM, V_DIM)
+            mark = _next_mark(counts, place, mark, TARGETS)
+    tl.debug_barrier()  # the live slot may be the one that a mark's inputs were read from
+    _keep_state(state, s, inside, conv_state, targets + place * TARGETS * target_row, source,
+                qkv + start.to(tl.int64) * qkv_row, qkv_row, position, position + n, head, tile, RING, K_HEADS, V_HEADS,
+                K_DIM, V_DIM)
+
+
+@jit
+def _next_mark(counts, place, done, TARGETS: tl.constexpr):
+    """The number of the place's tokens up to its next mark; 0: there is none."""
+    mark = 0
+    for i in tl.static_range(1, TARGETS):
+        count = tl.load(counts + place * TARGETS + i)
+        mark = tl.where((count > done) & ((mark == 0) | (count < mark)), count, mark)
+    return mark
+
+
+@jit
+def _keep_state(state, s, inside, conv_state, target, source, x, x_row, position, end, head, tile, RING: tl.constexpr,
+                K_HEADS: tl.constexpr, V_HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr):
+    """Both states after the token before `end`, in the slot that `target` points to."""
+    target = tl.load(target).to(tl.int64)
+    tl.store(state + target * (V_HEADS * K_DIM * V_DIM) + inside, s)
+    if tile == 0:
+        _keep_inputs(conv_state, target, source, x, x_row, position, end, head, RING, K_HEADS, V_HEADS, K_DIM, V_DIM)
 
 
 @jit
