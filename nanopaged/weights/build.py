@@ -49,8 +49,8 @@ def build_model(config: model.ModelConfig, tensors: Iterable[tuple[str, Tensor]]
     holds the weights once. ValueError: too little memory, or what `load_weights` raises."""
     with torch.device("meta"):  # shapes without memory
         built = model.Transformer(config, modules_for(config, modules))
-    types = {parameter: parameter.dtype if parameter.itemsize == 1 else torch.float32 if name.endswith(".scale")
-             else dtype for name, parameter in built.named_parameters()}
+    types = {parameter: dtype if parameter.dtype is torch.float32 and not name.endswith((".scale", ".row_scale"))
+             else parameter.dtype for name, parameter in built.named_parameters()}
     size = sum(parameter.numel() * kind.itemsize for parameter, kind in types.items())
     is_cuda = torch.device(device).type == "cuda"
     free = f"{torch.cuda.mem_get_info(device)[0] / 2**30:.1f} GiB free, less" if is_cuda else "less free memory"
@@ -91,7 +91,7 @@ def unmerge(tensors: Iterable[tuple[str, Tensor]], config: model.ModelConfig) ->
     dimensions has the matrices of all experts, [experts, out, in] or [experts, in, out]. Such a part's name has {} in
     place of the expert's number."""
     for name, tensor in tensors:
-        path = re.sub(r"\.(weight|bias|scale)$", "", name)
+        path = re.sub(r"\.(weight|bias|scale|zero|row_scale)$", "", name)
         kind, size = name[len(path):] or ".weight", tensor.shape[-2:]
         module = next((module for module in config.merged if f".{path}".endswith(f".{module}")), "")
         rows = config.merged.get(module, {})

@@ -1,0 +1,286 @@
+"""Products with weights of 4 bits. Goes together with four_bits.py, which reads such weights and describes them.
+
+Few rows of x are bound by memory: one kernel reads codes and scales, and turns a tile of them into numbers in registers
+in front of the tensor cores. Many rows are bound by the tensor cores: a kernel turns the matrix into 16 bits once, and
+the library multiplies. Both round a weight once, to the type of x.
+
+A byte has the codes of two neighbours. A tile therefore becomes two factors, the even columns and the odd ones, and so
+does the tile of x: no number changes its place.
+"""
+from functools import partial
+from typing import Any, Callable, Iterator, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from nanopaged import kernel, model, tiles
+from nanopaged.features import fused
+from nanopaged.optional_triton import jit, launch_options, tl
+from nanopaged.tiles import cdiv
+
+MOST_ROWS = 64  # of x that the kernel multiplies; with more, the matrix is turned into 16 bits
+TILE = 128  # columns of a tile: some groups, or a part of one
+E2M1_FACTOR = tl.constexpr(2.0 ** 14)  # a code of e2m1 as bits of a float16, whose exponent has another offset
+E4M3_FACTOR = tl.constexpr(2.0 ** 22)  # this, and the same for a scale's bits
+
+
+class Form(NamedTuple):
+    """How a matrix [out, in] is kept. See four_bits.py."""
+    scale: torch.dtype
+    num_groups: int
+    has_zeros: bool = False
+    has_row_scale: bool = False
+    order: Tensor | None = None
+
+    @property
+    def kind(self) -> str:
+        """What codes and scales mean. A scale of 8 bits goes with e2m1."""
+        return {torch.uint8: "mxfp4", torch.float8_e4m3fn: "nvfp4"}.get(self.scale, "int4")
+
+
+class Linear4(model.Linear):
+    """A matrix product [T, in] -> [T, out]."""
+    count = 1  # partial products of a few rows
+
+    def __init__(self, size_in: int, size_out: int, bias: bool, form: Form) -> None:
+        super().__init__(size_in, size_out, bias)
+        self.form = form
+
+        def parameter(columns: int, kind: torch.dtype) -> nn.Parameter:
+            return nn.Parameter(torch.empty(size_out, columns, dtype=kind), requires_grad=False)
+
+        self.weight, self.scale = parameter(size_in // 2, torch.uint8), parameter(form.num_groups, form.scale)
+        self.zero = parameter(form.num_groups, torch.uint8) if form.has_zeros else None
+        self.row_scale = parameter(1, torch.float32) if form.has_row_scale else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x)
+
+    def product(self, x: Tensor, *act: Any) -> Tensor:
+        """act: an activation, and whether it is gated, as in `fused.few_rows_linear`; for few rows only"""
+        x = x if self.form.order is None else x.index_select(1, self.form.order)
+        count = self.count if len(x) <= MOST_ROWS and x.dtype is not torch.float16 else 1
+        return linear(x, self.weight, self.scale, self.zero, self.row_scale, self.bias, *act, count=count)
+
+
+class SplitLinear4(Linear4):
+    """Returns [T, out], or partial products of it, as fused.py's `Sum` has them."""
+
+    def __init__(self, size_in: int, size_out: int, bias: bool, form: Form) -> None:
+        super().__init__(size_in, size_out, bias, form)
+        self.count = 1 if bias else num_parts(size_in, size_out, form)
+
+
+class MLP4(fused.FusedMLP):
+    """Gate and up side by side, and the activation in the same kernel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        c, gate_up = self.config, self.gate_up_proj
+        if not isinstance(gate_up, Linear4):
+            return super().forward(x)
+        if len(x) <= MOST_ROWS:
+            return self.down_proj(gate_up.product(x, c.activation, c.gated_mlp))
+        return self.down_proj(fused.activate(gate_up(x), c.activation, c.gated_mlp))
+
+
+def num_parts(size_in: int, size_out: int, form: Form) -> int:
+    """Of the inner dimension, so that few rows of the weight have enough programs."""
+    multiple = max(size_in // form.num_groups, TILE)
+    can_split = size_out <= fused.MAX_SPLIT_COLUMNS and form.num_groups > 1
+    return next((count for count in (4, 2) if can_split and size_in % (count * multiple) == 0), 1)
+
+
+def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
+    """For warmup.py. Weights have no rows, so none are read."""
+    c, make = r.config, partial(torch.empty, dtype=r.dtype, device=r.device)
+    for path, size, size_out, bias, form in r.modules.linear.plan.shapes():
+        kept = [make(0, columns, dtype=kind) if kind else None for columns, kind in (
+            (size // 2, torch.uint8), (form.num_groups, form.scale), (form.num_groups, form.has_zeros and torch.uint8),
+            (1, form.has_row_scale and torch.float32))]
+        is_split = r.modules.residual_linear.kept is SplitLinear4 and path in ("o_proj", "mlp.down_proj") and not bias
+        count = num_parts(size, size_out, form) if is_split and r.dtype is not torch.float16 else 1
+        act = (c.activation, c.gated_mlp) if path == "mlp.gate_up_proj" and r.modules.mlp is MLP4 else ()
+        for rows in (1, 9, 17, 33):  # up to 8, 16, 32, 64
+            yield partial(linear, make(rows, size), *kept, make(1) if bias else None, *act, count=count)
+        yield partial(widen_on_gpu, *kept, r.dtype)
+
+
+# --------------------------------------------------------------------------------------------------
+# The kernels
+# --------------------------------------------------------------------------------------------------
+
+def linear(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, row_scale: Tensor | None,
+           bias: Tensor | None = None, activation: str = "", gated: bool = False, count: int = 1) -> Tensor:
+    """F.linear for x [T, in] and a matrix in 4 bits. activation, gated, count: as in `fused.few_rows_linear`, for T up
+    to MOST_ROWS"""
+    num_rows, size = x.shape
+    if num_rows > MOST_ROWS:
+        wide = widen_on_gpu(weight, scale, zero, row_scale, x.dtype)
+        return torch.matmul(x, wide.T) if bias is None else torch.addmm(bias, x, wide.T)
+    num_out = len(weight) // (2 if gated else 1)
+    out = x.new_empty(*[count] * (count > 1), num_rows, num_out)
+    if not num_rows:
+        return out
+    padded = max(8, tiles.next_power_of_2(num_rows))
+    form = few_rows_form(padded, gated, x.itemsize, tiles.shared_memory(x.device))
+    few_rows_kernel[(cdiv(num_out, form["ROWS"]), count)](
+        x, *as_arguments(weight, scale, zero, row_scale), weight if bias is None else bias, out, num_rows, num_out,
+        PART=size // count, PADDED=padded, BIAS=bias is not None, GATED=gated, ACTIVATION=activation, **form,
+        **constants(weight, scale, zero, row_scale), **launch_options(x.device))
+    return out
+
+
+def widen_on_gpu(weight: Tensor, scale: Tensor, zero: Tensor | None, row_scale: Tensor | None,
+                 dtype: torch.dtype) -> Tensor:
+    """`four_bits.widen` in one launch. All matrices of a step take turns in the same memory."""
+    num_out, size = len(weight), 2 * weight.shape[1]
+    out = weight.new_empty(num_out, size, dtype=dtype)
+    widen_kernel[(cdiv(num_out, 32), cdiv(size, TILE))](
+        *as_arguments(weight, scale, zero, row_scale), out, num_out, ROWS=32, TILE=TILE,
+        **constants(weight, scale, zero, row_scale), **launch_options(weight.device))
+    return out
+
+
+def as_arguments(weight: Tensor, scale: Tensor, zero: Tensor | None, row_scale: Tensor | None) -> list[Tensor]:
+    """Not every GPU has a type for scales of 8 bits: they are bytes."""
+    scale = scale.view(torch.uint8) if scale.itemsize == 1 else scale
+    return [weight, scale, weight if zero is None else zero, scale if row_scale is None else row_scale]
+
+
+def constants(weight: Tensor, scale: Tensor, zero: Tensor | None, row_scale: Tensor | None) -> dict[str, Any]:
+    return dict(SIZE=2 * weight.shape[1], GROUPS=scale.shape[1], KIND=Form(scale.dtype, 1).kind,
+                ZEROS=zero is not None, ROW_SCALE=row_scale is not None)
+
+
+def few_rows_form(padded: int, gated: bool, itemsize: int, shared_memory: int) -> dict[str, int]:
+    """Of `few_rows_kernel`: rows of the weight in a program, columns of a tile, and tiles that the loop's pipeline
+    holds."""
+    rows = 64 if gated else 32
+    tile_bytes = rows * TILE // 2 * (2 if gated else 1) + padded * TILE * itemsize
+    return dict(ROWS=rows, TILE=TILE, STAGES=max(2, min(6, shared_memory // 2 // tile_bytes)))
+
+
+@jit
+def few_rows_kernel(x, weight, scale, zero, row_scale, bias, out, num_rows, num_out, SIZE: tl.constexpr,
+                    PART: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.constexpr,
+                    ROW_SCALE: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+                    STAGES: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
+                    PDL: tl.constexpr):
+    """Grid (ROWS rows of the weight, part of the inner dimension). As in fused.py's kernel, the rows of x are columns.
+    Scales are loaded one tile ahead: they are too narrow for the loop's pipeline. The first ones, like all that is
+    loaded before the wait, do not depend on the previous kernel."""
+    row, column, byte = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, PADDED), tl.arange(0, TILE // 2)
+    start, row_exists = tl.program_id(1) * PART, row < num_out
+    end, at = start + PART, weight + row.to(tl.int64)[:, None] * (SIZE // 2) + byte[None, :]
+    up_row, up_at = row + num_out, at + num_out.to(tl.int64) * (SIZE // 2)
+    x_at = x + column[:, None, None] * SIZE + byte[None, :, None] * 2 + tl.arange(0, 2)[None, None, :]
+    sums, up_sums = tl.zeros([ROWS, PADDED], tl.float32), tl.zeros([ROWS, PADDED], tl.float32)
+    factor, offset = load_scales(scale, zero, row, row_exists, start, end, SIZE, GROUPS, KIND, ZEROS, TILE)
+    up_factor, up_offset = factor, offset
+    if GATED:
+        up_factor, up_offset = load_scales(scale, zero, up_row, row_exists, start, end, SIZE, GROUPS, KIND, ZEROS, TILE)
+    kernel.wait_for_previous_kernel(PDL)
+    for k in tl.range(start, start + PART, TILE, num_stages=STAGES):
+        inside, column_exists = k + 2 * byte < end, (column < num_rows)[:, None, None]
+        even, odd = tl.split(tl.load(x_at + k, mask=column_exists & inside[None, :, None], other=0.0))
+        mask = row_exists[:, None] & inside[None, :]
+        codes = tl.load(at + k // 2, mask=mask, other=0)
+        next_factor, next_offset = load_scales(scale, zero, row, row_exists, k + TILE, end, SIZE, GROUPS, KIND, ZEROS,
+                                               TILE)
+        low, high = numbers(codes, factor, offset, KIND, ROWS, TILE)
+        sums = tl.dot(low.to(x.dtype.element_ty), even.trans(1, 0), sums, input_precision="ieee")
+        sums = tl.dot(high.to(x.dtype.element_ty), odd.trans(1, 0), sums, input_precision="ieee")
+        factor, offset = next_factor, next_offset
+        if GATED:
+            codes = tl.load(up_at + k // 2, mask=mask, other=0)
+            next_factor, next_offset = load_scales(scale, zero, up_row, row_exists, k + TILE, end, SIZE, GROUPS, KIND,
+                                                   ZEROS, TILE)
+            low, high = numbers(codes, up_factor, up_offset, KIND, ROWS, TILE)
+            up_sums = tl.dot(low.to(x.dtype.element_ty), even.trans(1, 0), up_sums, input_precision="ieee")
+            up_sums = tl.dot(high.to(x.dtype.element_ty), odd.trans(1, 0), up_sums, input_precision="ieee")
+            up_factor, up_offset = next_factor, next_offset
+    if ROW_SCALE:
+        sums *= tl.load(row_scale + row, mask=row_exists, other=0.0)[:, None]
+        if GATED:
+            up_sums *= tl.load(row_scale + up_row, mask=row_exists, other=0.0)[:, None]
+    if BIAS:
+        sums += tl.load(bias + row, mask=row_exists, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            up_sums += tl.load(bias + up_row, mask=row_exists, other=0.0).to(tl.float32)[:, None]
+    y = sums.to(out.dtype.element_ty)
+    if ACTIVATION != "":
+        y = fused.activate_tile(y, up_sums.to(out.dtype.element_ty), GATED, ACTIVATION)
+    at_out = out + (tl.program_id(1) * num_rows + column)[None, :].to(tl.int64) * num_out
+    tl.store(at_out + row[:, None], y, mask=row_exists[:, None] & (column < num_rows)[None, :])
+
+
+@jit
+def widen_kernel(weight, scale, zero, row_scale, out, num_out, SIZE: tl.constexpr, GROUPS: tl.constexpr,
+                 KIND: tl.constexpr, ZEROS: tl.constexpr, ROW_SCALE: tl.constexpr, ROWS: tl.constexpr,
+                 TILE: tl.constexpr, PDL: tl.constexpr):
+    """Grid (ROWS rows, TILE columns). Waits before it writes: the previous product may still read `out`."""
+    row, start, byte = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * TILE, tl.arange(0, TILE // 2)
+    row_exists, i = row < num_out, start + tl.arange(0, TILE)
+    at = weight + row.to(tl.int64)[:, None] * (SIZE // 2) + start // 2 + byte[None, :]
+    codes = tl.load(at, mask=row_exists[:, None] & (start + 2 * byte < SIZE)[None, :], other=0)
+    factor, offset = load_scales(scale, zero, row, row_exists, start, SIZE, SIZE, GROUPS, KIND, ZEROS, TILE)
+    low, high = numbers(codes, factor, offset, KIND, ROWS, TILE)
+    y = tl.join(low, high).reshape(ROWS, TILE)
+    if ROW_SCALE:
+        y *= tl.load(row_scale + row, mask=row_exists, other=0.0)[:, None]
+    kernel.wait_for_previous_kernel(PDL)
+    tl.store(out + row.to(tl.int64)[:, None] * SIZE + i[None, :], y.to(out.dtype.element_ty),
+             mask=row_exists[:, None] & (i < SIZE)[None, :])
+
+
+@jit
+def load_scales(scale, zero, row, row_exists, k, end, SIZE: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr,
+                ZEROS: tl.constexpr, TILE: tl.constexpr):
+    """What a code's number in a tile from column k on is multiplied by, and what is subtracted from it before:
+    [ROWS, groups of the tile] each, in float32."""
+    GROUP: tl.constexpr = SIZE // GROUPS
+    COUNT: tl.constexpr = TILE // GROUP if GROUPS > 1 and TILE > GROUP else 1
+    group = k // GROUP + tl.arange(0, COUNT)
+    at = row.to(tl.int64)[:, None] * GROUPS + group[None, :]
+    mask = row_exists[:, None] & (group * GROUP < end)[None, :]
+    factor = tl.load(scale + at, mask=mask, other=0)
+    if KIND == "mxfp4":  # an exponent + 127
+        factor = (factor.to(tl.int32) << 23).to(tl.float32, bitcast=True) * E2M1_FACTOR
+    elif KIND == "nvfp4":  # 4 bits of exponent, 3 of mantissa
+        factor = (factor.to(tl.int16) << 7).to(tl.float16, bitcast=True).to(tl.float32) * E4M3_FACTOR
+    else:
+        factor = factor.to(tl.float32)
+    offset = tl.full(factor.shape, 8.0, tl.float32)
+    if ZEROS:
+        offset = tl.load(zero + at, mask=mask, other=0).to(tl.float32)
+    return factor, offset
+
+
+@jit
+def numbers(codes, factor, offset, KIND: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr):
+    """The numbers of a tile's even columns, and those of its odd ones: [ROWS, TILE / 2] each, in float32."""
+    low, high = codes & 15, codes >> 4
+    if KIND == "int4":
+        low, high = low.to(tl.float32), high.to(tl.float32)
+        offset = spread(offset, ROWS, TILE)
+        low, high = low - offset, high - offset
+    else:
+        low, high = e2m1(low), e2m1(high)
+    factor = spread(factor, ROWS, TILE)
+    return low * factor, high * factor
+
+
+@jit
+def e2m1(code):
+    """A sign, two bits of exponent and one of mantissa: bits of a float16, divided by E2M1_FACTOR."""
+    code = code.to(tl.int16)
+    return ((code & 7) << 9 | (code & 8) << 12).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@jit
+def spread(x, ROWS: tl.constexpr, TILE: tl.constexpr):
+    """A number of each group, for all bytes of the group."""
+    COUNT: tl.constexpr = x.shape[1]
+    if COUNT > 1:
+        x = x[:, :, None].broadcast_to(ROWS, COUNT, TILE // 2 // COUNT).reshape(ROWS, TILE // 2)
+    return x
