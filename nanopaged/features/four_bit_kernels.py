@@ -18,8 +18,9 @@ from nanopaged.features import fused
 from nanopaged.optional_triton import jit, launch_options, tl
 from nanopaged.tiles import cdiv
 
+FEWEST_COLUMNS = 2048  # of a part of the inner dimension
 MOST_ROWS = 64  # of x that the kernel multiplies; with more, the matrix is turned into 16 bits
-TILE = 128  # columns of a tile: some groups, or a part of one
+TILE = 128  # columns of a tile: some groups, or a part of one; integers in groups of 64 have tiles of 64
 E2M1_FACTOR = tl.constexpr(2.0 ** 14)  # a code of e2m1 as bits of a float16, whose exponent has another offset
 E4M3_FACTOR = tl.constexpr(2.0 ** 22)  # this, and the same for a scale's bits
 
@@ -87,7 +88,8 @@ def num_parts(size_in: int, size_out: int, form: Form) -> int:
     """Of the inner dimension, so that few rows of the weight have enough programs."""
     multiple = max(size_in // form.num_groups, TILE)
     can_split = size_out <= fused.MAX_SPLIT_COLUMNS and form.num_groups > 1
-    return next((count for count in (4, 2) if can_split and size_in % (count * multiple) == 0), 1)
+    return next((count for count in (4, 2) if can_split and size_in % (count * multiple) == 0
+                 and size_in // count >= FEWEST_COLUMNS), 1)
 
 
 def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
@@ -122,7 +124,7 @@ def linear(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, row_sc
     if not num_rows:
         return out
     padded = max(8, tiles.next_power_of_2(num_rows))
-    form = few_rows_form(padded, gated, x.itemsize, tiles.shared_memory(x.device))
+    form = few_rows_form(size // scale.shape[1], padded, gated, x.itemsize, tiles.shared_memory(x.device))
     few_rows_kernel[(cdiv(num_out, form["ROWS"]), count)](
         x, *as_arguments(weight, scale, zero, row_scale), weight if bias is None else bias, out, num_rows, num_out,
         PART=size // count, PADDED=padded, BIAS=bias is not None, GATED=gated, ACTIVATION=activation, **form,
@@ -152,12 +154,15 @@ def constants(weight: Tensor, scale: Tensor, zero: Tensor | None, row_scale: Ten
                 ZEROS=zero is not None, ROW_SCALE=row_scale is not None)
 
 
-def few_rows_form(padded: int, gated: bool, itemsize: int, shared_memory: int) -> dict[str, int]:
+def few_rows_form(group: int, padded: int, gated: bool, itemsize: int, shared_memory: int) -> dict[str, int]:
     """Of `few_rows_kernel`: rows of the weight in a program, columns of a tile, and tiles that the loop's pipeline
-    holds."""
-    rows = 64 if gated else 32
-    tile_bytes = rows * TILE // 2 * (2 if gated else 1) + padded * TILE * itemsize
-    return dict(ROWS=rows, TILE=TILE, STAGES=max(2, min(6, shared_memory // 2 // tile_bytes)))
+    holds. A warp has 16 rows: more warps would turn the same codes into numbers. (From the compiled code; not
+    measured.)"""
+    is_wide = padded > 16  # the tiles of x, which each program reads, are larger than those of the weight
+    rows, tile = 64 if is_wide else 32, 64 if group == 64 else TILE
+    tile_bytes = rows * tile // 2 * (2 if gated else 1) + padded * tile * itemsize
+    stages = min(12, shared_memory // (2 if is_wide else 4) // tile_bytes)
+    return dict(ROWS=rows, TILE=tile, STAGES=max(2, stages), num_warps=rows // 16)
 
 
 @jit
@@ -167,38 +172,34 @@ def few_rows_kernel(x, weight, scale, zero, row_scale, bias, out, num_rows, num_
                     STAGES: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
                     PDL: tl.constexpr):
     """Grid (ROWS rows of the weight, part of the inner dimension). As in fused.py's kernel, the rows of x are columns.
-    Scales are loaded one tile ahead: they are too narrow for the loop's pipeline. The first ones, like all that is
-    loaded before the wait, do not depend on the previous kernel."""
+    Rows and columns that do not exist load others', and are not stored: without a mask the loop's pipeline can load
+    them. Scales are too narrow for it, so they are loaded a tile ahead; before the wait, too, as no weight depends on
+    the previous kernel."""
     row, column, byte = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, PADDED), tl.arange(0, TILE // 2)
-    start, row_exists = tl.program_id(1) * PART, row < num_out
-    end, at = start + PART, weight + row.to(tl.int64)[:, None] * (SIZE // 2) + byte[None, :]
-    up_row, up_at = row + num_out, at + num_out.to(tl.int64) * (SIZE // 2)
-    x_at = x + column[:, None, None] * SIZE + byte[None, :, None] * 2 + tl.arange(0, 2)[None, None, :]
+    first, row_exists = tl.program_id(1) * (PART // 2), row < num_out
+    source, x_row = tl.minimum(row, num_out - 1), tl.minimum(column, num_rows - 1)
+    at, up_source = weight + source.to(tl.int64)[:, None] * (SIZE // 2) + byte[None, :], source + num_out
+    up_at = at + num_out.to(tl.int64) * (SIZE // 2)
+    i = tl.arange(0, TILE)
+    x_at = x + x_row[:, None] * SIZE + i[None, :]
     sums, up_sums = tl.zeros([ROWS, PADDED], tl.float32), tl.zeros([ROWS, PADDED], tl.float32)
-    factor, offset = load_scales(scale, zero, row, row_exists, start, end, SIZE, GROUPS, KIND, ZEROS, TILE)
+    factor, offset = load_scales(scale, zero, source, first, SIZE, GROUPS, KIND, ZEROS, TILE)
     up_factor, up_offset = factor, offset
     if GATED:
-        up_factor, up_offset = load_scales(scale, zero, up_row, row_exists, start, end, SIZE, GROUPS, KIND, ZEROS, TILE)
+        up_factor, up_offset = load_scales(scale, zero, up_source, first, SIZE, GROUPS, KIND, ZEROS, TILE)
     kernel.wait_for_previous_kernel(PDL)
-    for k in tl.range(start, start + PART, TILE, num_stages=STAGES):
-        inside, column_exists = k + 2 * byte < end, (column < num_rows)[:, None, None]
-        even, odd = tl.split(tl.load(x_at + k, mask=column_exists & inside[None, :, None], other=0.0))
-        mask = row_exists[:, None] & inside[None, :]
-        codes = tl.load(at + k // 2, mask=mask, other=0)
-        next_factor, next_offset = load_scales(scale, zero, row, row_exists, k + TILE, end, SIZE, GROUPS, KIND, ZEROS,
-                                               TILE)
-        low, high = numbers(codes, factor, offset, KIND, ROWS, TILE)
-        sums = tl.dot(low.to(x.dtype.element_ty), even.trans(1, 0), sums, input_precision="ieee")
-        sums = tl.dot(high.to(x.dtype.element_ty), odd.trans(1, 0), sums, input_precision="ieee")
-        factor, offset = next_factor, next_offset
+    for k in tl.range(first, first + PART // 2, TILE // 2, num_stages=STAGES):  # bytes
+        even, odd = tl.split(load_tile(x_at + 2 * k, 2 * k + i, SIZE, PART, TILE).reshape(PADDED, TILE // 2, 2))
+        codes = load_tile(at + k, k + byte, SIZE // 2, PART, TILE)
+        more = load_scales(scale, zero, source, k + TILE // 2, SIZE, GROUPS, KIND, ZEROS, TILE)
+        sums = add_product(sums, codes, even.trans(1, 0), odd.trans(1, 0), factor, offset, KIND, ZEROS)
+        factor, offset = more
         if GATED:
-            codes = tl.load(up_at + k // 2, mask=mask, other=0)
-            next_factor, next_offset = load_scales(scale, zero, up_row, row_exists, k + TILE, end, SIZE, GROUPS, KIND,
-                                                   ZEROS, TILE)
-            low, high = numbers(codes, up_factor, up_offset, KIND, ROWS, TILE)
-            up_sums = tl.dot(low.to(x.dtype.element_ty), even.trans(1, 0), up_sums, input_precision="ieee")
-            up_sums = tl.dot(high.to(x.dtype.element_ty), odd.trans(1, 0), up_sums, input_precision="ieee")
-            up_factor, up_offset = next_factor, next_offset
+            codes = load_tile(up_at + k, k + byte, SIZE // 2, PART, TILE)
+            more = load_scales(scale, zero, up_source, k + TILE // 2, SIZE, GROUPS, KIND, ZEROS, TILE)
+            up_sums = add_product(up_sums, codes, even.trans(1, 0), odd.trans(1, 0), up_factor, up_offset, KIND, ZEROS)
+            up_factor, up_offset = more
+    up_row = row + num_out
     if ROW_SCALE:
         sums *= tl.load(row_scale + row, mask=row_exists, other=0.0)[:, None]
         if GATED:
@@ -219,68 +220,93 @@ def widen_kernel(weight, scale, zero, row_scale, out, num_out, SIZE: tl.constexp
                  KIND: tl.constexpr, ZEROS: tl.constexpr, ROW_SCALE: tl.constexpr, ROWS: tl.constexpr,
                  TILE: tl.constexpr, PDL: tl.constexpr):
     """Grid (ROWS rows, TILE columns). Waits before it writes: the previous product may still read `out`."""
-    row, start, byte = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * TILE, tl.arange(0, TILE // 2)
-    row_exists, i = row < num_out, start + tl.arange(0, TILE)
-    at = weight + row.to(tl.int64)[:, None] * (SIZE // 2) + start // 2 + byte[None, :]
-    codes = tl.load(at, mask=row_exists[:, None] & (start + 2 * byte < SIZE)[None, :], other=0)
-    factor, offset = load_scales(scale, zero, row, row_exists, start, SIZE, SIZE, GROUPS, KIND, ZEROS, TILE)
-    low, high = numbers(codes, factor, offset, KIND, ROWS, TILE)
-    y = tl.join(low, high).reshape(ROWS, TILE)
+    row, first, i = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * (TILE // 2), tl.arange(0, TILE)
+    source, byte, i = tl.minimum(row, num_out - 1), first + tl.arange(0, TILE // 2), 2 * first + i
+    at = weight + source.to(tl.int64)[:, None] * (SIZE // 2) + byte[None, :]
+    codes = load_tile(at, byte, SIZE // 2, SIZE, TILE)
+    factor, offset = load_scales(scale, zero, source, first, SIZE, GROUPS, KIND, ZEROS, TILE)
+    low, high = numbers(codes, KIND)
+    if KIND == "int4":
+        offset = spread(offset, codes)
+        low, high = low - offset, high - offset
+    factor = spread(factor, codes)
+    y = tl.join(low * factor, high * factor).reshape(ROWS, TILE)
     if ROW_SCALE:
-        y *= tl.load(row_scale + row, mask=row_exists, other=0.0)[:, None]
+        y *= tl.load(row_scale + source)[:, None]
     kernel.wait_for_previous_kernel(PDL)
     tl.store(out + row.to(tl.int64)[:, None] * SIZE + i[None, :], y.to(out.dtype.element_ty),
-             mask=row_exists[:, None] & (i < SIZE)[None, :])
+             mask=(row < num_out)[:, None] & (i < SIZE)[None, :])
 
 
 @jit
-def load_scales(scale, zero, row, row_exists, k, end, SIZE: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr,
+def load_tile(at, i, END: tl.constexpr, PART: tl.constexpr, TILE: tl.constexpr):
+    """The last tile of a row may be longer than that."""
+    return tl.load(at) if PART % TILE == 0 else tl.load(at, mask=(i < END)[None, :], other=0)
+
+
+@jit
+def load_scales(scale, zero, row, byte, SIZE: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr,
                 ZEROS: tl.constexpr, TILE: tl.constexpr):
-    """What a code's number in a tile from column k on is multiplied by, and what is subtracted from it before:
-    [ROWS, groups of the tile] each, in float32."""
+    """What the codes' numbers in a tile from this byte on are multiplied by, and what is subtracted from them before
+    minus 8: [ROWS, groups of the tile] each, in float32. Behind the last group: of the last one."""
     GROUP: tl.constexpr = SIZE // GROUPS
     COUNT: tl.constexpr = TILE // GROUP if GROUPS > 1 and TILE > GROUP else 1
-    group = k // GROUP + tl.arange(0, COUNT)
+    group = tl.minimum(2 * byte // GROUP + tl.arange(0, COUNT), GROUPS - 1)
     at = row.to(tl.int64)[:, None] * GROUPS + group[None, :]
-    mask = row_exists[:, None] & (group * GROUP < end)[None, :]
-    factor = tl.load(scale + at, mask=mask, other=0)
+    factor = tl.load(scale + at)
     if KIND == "mxfp4":  # an exponent + 127
         factor = (factor.to(tl.int32) << 23).to(tl.float32, bitcast=True) * E2M1_FACTOR
     elif KIND == "nvfp4":  # 4 bits of exponent, 3 of mantissa
         factor = (factor.to(tl.int16) << 7).to(tl.float16, bitcast=True).to(tl.float32) * E4M3_FACTOR
     else:
         factor = factor.to(tl.float32)
-    offset = tl.full(factor.shape, 8.0, tl.float32)
+    offset = tl.zeros(factor.shape, tl.float32)
     if ZEROS:
-        offset = tl.load(zero + at, mask=mask, other=0).to(tl.float32)
+        offset = tl.load(zero + at).to(tl.float32) - 8
     return factor, offset
 
 
 @jit
-def numbers(codes, factor, offset, KIND: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr):
-    """The numbers of a tile's even columns, and those of its odd ones: [ROWS, TILE / 2] each, in float32."""
-    low, high = codes & 15, codes >> 4
-    if KIND == "int4":
-        low, high = low.to(tl.float32), high.to(tl.float32)
-        offset = spread(offset, ROWS, TILE)
+def add_product(sums, codes, even, odd, factor, offset, KIND: tl.constexpr, ZEROS: tl.constexpr):
+    """sums + the product of a tile of the weight with x. Integers that have one scale in a row of the tile are
+    multiplied by it, and freed of their zero, in the sums; others before the product, which rounds them."""
+    low, high = numbers(codes, KIND)
+    if KIND == "int4" and factor.shape[1] == 1:
+        part = tl.dot(low.to(even.dtype), even, tl.zeros_like(sums), input_precision="ieee")
+        part = tl.dot(high.to(even.dtype), odd, part, input_precision="ieee")
+        if ZEROS:
+            ones = tl.full(codes.shape, 1.0, even.dtype)
+            total = tl.dot(ones, even, tl.zeros_like(sums), input_precision="ieee")
+            part -= offset * tl.dot(ones, odd, total, input_precision="ieee")
+        return sums + factor * part
+    if ZEROS:
+        offset = spread(offset, codes)
         low, high = low - offset, high - offset
+    factor = spread(factor, codes)
+    sums = tl.dot((low * factor).to(even.dtype), even, sums, input_precision="ieee")
+    return tl.dot((high * factor).to(even.dtype), odd, sums, input_precision="ieee")
+
+
+@jit
+def numbers(codes, KIND: tl.constexpr):
+    """The numbers of even columns and of odd ones, in float32: integers minus 8, or e2m1 divided by E2M1_FACTOR, whose
+    bits are those of a float16."""
+    if KIND == "int4":
+        low, high = codes & 15, codes >> 4
+        # 2 ** 23 and the code, without a conversion.
+        low = (low.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
+        high = (high.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
     else:
-        low, high = e2m1(low), e2m1(high)
-    factor = spread(factor, ROWS, TILE)
-    return low * factor, high * factor
+        bits = codes.to(tl.int16)
+        low = ((bits & 7) << 9 | (bits & 8) << 12).to(tl.float16, bitcast=True).to(tl.float32)
+        high = ((bits & 0x70) << 5 | (bits & 0x80) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+    return low, high
 
 
 @jit
-def e2m1(code):
-    """A sign, two bits of exponent and one of mantissa: bits of a float16, divided by E2M1_FACTOR."""
-    code = code.to(tl.int16)
-    return ((code & 7) << 9 | (code & 8) << 12).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@jit
-def spread(x, ROWS: tl.constexpr, TILE: tl.constexpr):
+def spread(x, codes):
     """A number of each group, for all bytes of the group."""
-    COUNT: tl.constexpr = x.shape[1]
-    if COUNT > 1:
-        x = x[:, :, None].broadcast_to(ROWS, COUNT, TILE // 2 // COUNT).reshape(ROWS, TILE // 2)
+    if x.shape[1] > 1:
+        count: tl.constexpr = codes.shape[1] // x.shape[1]
+        x = x[:, :, None].broadcast_to(x.shape[0], x.shape[1], count).reshape(codes.shape[0], codes.shape[1])
     return x

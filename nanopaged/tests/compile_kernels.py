@@ -177,10 +177,11 @@ def in_4_bits(capability: int, dtype: torch.dtype, kind: str, group: int, scale:
         compile_kernel(four_bit_kernels.widen_kernel, constants, dtype, capability, **types)
         return
     for gated in (False, True):
-        form = four_bit_kernels.few_rows_form(max(8, num_rows), gated, dtype.itemsize, memory)
-        compiled = compile_kernel(four_bit_kernels.few_rows_kernel, constants | form | dict(
-            PART=3072, PADDED=max(8, num_rows), BIAS=not gated, GATED=gated, ACTIVATION="silu" if gated else ""),
-            dtype, capability, **types)
+        form = four_bit_kernels.few_rows_form(group, max(8, num_rows), gated, dtype.itemsize, memory)
+        warps, more = form.pop("num_warps"), dict(
+            PART=3072, PADDED=max(8, num_rows), BIAS=not gated, GATED=gated, ACTIVATION="silu" if gated else "")
+        compiled = compile_kernel(four_bit_kernels.few_rows_kernel, constants | form | more, dtype, capability, warps,
+                                  **types)
         assert compiled.metadata.shared <= memory, (compiled.metadata.shared, form)
 
 

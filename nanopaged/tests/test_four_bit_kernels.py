@@ -178,7 +178,9 @@ def test_an_ordinary_checkpoint_is_cut(monkeypatch, capfd):
     assert tensors["embed_tokens.weight"].shape == (1024, 256)
     assert torch.equal(cut, widen(*cut_int4(plain, 128))) and 0.01 < relative_error(cut, plain) < 0.12
     text = llm.generate("ROMEO:", GREEDY)[0].outputs[0].token_ids
+    monkeypatch.setattr(four_bit_kernels, "FEWEST_COLUMNS", 0)  # partial products
     kept = keep(monkeypatch, llm, GOLDEN.parent / "shakespeare", quantization="int4")
+    assert llm.runner.model.layers[0].o_proj.count == 2
     assert kept["layers.5.mlp.down_proj.scale"] == ("float16", [256, 9])
     assert llm.generate("ROMEO:", GREEDY)[0].outputs[0].token_ids == text
 
@@ -246,13 +248,13 @@ def test_a_gpu_keeps_4_bits(variant):
 
 
 @needs_gpu
-@pytest.mark.parametrize("num_rows", [3, 64])
-def test_a_token_by_itself_and_among_others(num_rows):
-    """Its result has the same bits, and the same as in float64 but for rounding."""
-    parts = random_matrix(4096, 4096, "int4", 128, torch.float16)
+@pytest.mark.parametrize("kind, group", [("int4", 128), ("zeros", 64), ("nvfp4", 16), ("mxfp4", 32)])
+@pytest.mark.parametrize("num_rows", [1, 8, 16, 33, 64, 65])
+def test_large_products(kind, group, num_rows):
+    """In bfloat16, beside float64 with the same weights; each form's shared memory fits."""
+    parts = random_matrix(4096, 4096, kind, group, torch.float16)
     x = torch.randn(num_rows, 4096, device=DEVICE).bfloat16()
-    many = four_bit_kernels.linear(x, *parts, count=4)
-    assert torch.equal(four_bit_kernels.linear(x[:1], *parts, count=4)[:, 0], many[:, 0])
-    assert relative_error(many.double().sum(0), x.double() @ widen(*parts).double().T) < 0.02
-
-
+    exact = x.double() @ widen(*parts).double().T
+    for count in (1, 2) if num_rows <= four_bit_kernels.MOST_ROWS else (1,):
+        y = four_bit_kernels.linear(x, *parts, count=count)
+        assert relative_error(y.double().sum(0) if count > 1 else y.double(), exact) < 0.02
