@@ -19,7 +19,8 @@ from nanopaged.optional_triton import jit, launch_options, tl
 from nanopaged.tiles import cdiv
 
 FEWEST_COLUMNS = 2048  # of a part of the inner dimension
-MOST_ROWS = 64  # of x that the kernel multiplies; with more, the matrix is turned into 16 bits
+MOST_ROWS = 64  # of x that the kernel multiplies; with more, the matrix is turned into 16 bits (not measured)
+MOST_PADDED = 64  # rows of x in a program
 TILE = 128  # columns of a tile: some groups, or a part of one; integers in groups of 64 have tiles of 64
 E2M1_FACTOR = tl.constexpr(2.0 ** 14)  # a code of e2m1 as bits of a float16, whose exponent has another offset
 E4M3_FACTOR = tl.constexpr(2.0 ** 22)  # this, and the same for a scale's bits
@@ -123,9 +124,9 @@ def linear(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, row_sc
     out = x.new_empty(*[count] * (count > 1), num_rows, num_out)
     if not num_rows:
         return out
-    padded = max(8, tiles.next_power_of_2(num_rows))
+    padded = min(MOST_PADDED, max(8, tiles.next_power_of_2(num_rows)))
     form = few_rows_form(size // scale.shape[1], padded, gated, x.itemsize, tiles.shared_memory(x.device))
-    few_rows_kernel[(cdiv(num_out, form["ROWS"]), count)](
+    few_rows_kernel[(cdiv(num_out, form["ROWS"]), count, cdiv(num_rows, padded))](
         x, *as_arguments(weight, scale, zero, row_scale), weight if bias is None else bias, out, num_rows, num_out,
         PART=size // count, PADDED=padded, BIAS=bias is not None, GATED=gated, ACTIVATION=activation, **form,
         **constants(weight, scale, zero, row_scale), **launch_options(x.device))
@@ -171,11 +172,12 @@ def few_rows_kernel(x, weight, scale, zero, row_scale, bias, out, num_rows, num_
                     ROW_SCALE: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
                     STAGES: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
                     PDL: tl.constexpr):
-    """Grid (ROWS rows of the weight, part of the inner dimension). As in fused.py's kernel, the rows of x are columns.
+    """Grid (ROWS rows of the weight, part of the inner dimension, PADDED rows of x, which are columns as in fused.py).
     Rows and columns that do not exist load others', and are not stored: without a mask the loop's pipeline can load
     them. Scales are too narrow for it, so they are loaded a tile ahead; before the wait, too, as no weight depends on
     the previous kernel."""
-    row, column, byte = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, PADDED), tl.arange(0, TILE // 2)
+    row, byte = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, TILE // 2)
+    column = tl.program_id(2) * PADDED + tl.arange(0, PADDED)
     first, row_exists = tl.program_id(1) * (PART // 2), row < num_out
     source, x_row = tl.minimum(row, num_out - 1), tl.minimum(column, num_rows - 1)
     at, up_source = weight + source.to(tl.int64)[:, None] * (SIZE // 2) + byte[None, :], source + num_out

@@ -1,4 +1,5 @@
 """Matrices in 4 bits: formats of checkpoints, cutting, and products that read codes. (gpt-oss: test_four_bits.py)"""
+import math
 import re
 
 import pytest
@@ -7,9 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import model
+from nanopaged import SamplingParams
 from nanopaged.features import four_bit_kernels, four_bits, fused
 from nanopaged.features.four_bits import cut_int4, widen
 from nanopaged.tests.helpers import (
+    BUNDLED,
     CUDA,
     DEVICE,
     GOLDEN,
@@ -179,10 +182,26 @@ def test_an_ordinary_checkpoint_is_cut(monkeypatch, capfd):
     assert torch.equal(cut, widen(*cut_int4(plain, 128))) and 0.01 < relative_error(cut, plain) < 0.12
     text = llm.generate("ROMEO:", GREEDY)[0].outputs[0].token_ids
     monkeypatch.setattr(four_bit_kernels, "FEWEST_COLUMNS", 0)  # partial products
-    kept = keep(monkeypatch, llm, GOLDEN.parent / "shakespeare", quantization="int4")
+    kept = keep(monkeypatch, llm, BUNDLED, quantization="int4")
     assert llm.runner.model.layers[0].o_proj.count == 2
     assert kept["layers.5.mlp.down_proj.scale"] == ("float16", [256, 9])
     assert llm.generate("ROMEO:", GREEDY)[0].outputs[0].token_ids == text
+
+
+def test_perplexity_of_the_bundled_model(monkeypatch):
+    """On a part of the text that it was not trained on. `pytest -s` prints it."""
+    monkeypatch.setattr(four_bits, "CUT_GROUPS", (64,))
+    perplexities = []
+    for quantization in (None, "int4"):
+        llm = load(device="cpu", num_blocks=1000, quantization=quantization)
+        ids = llm.get_tokenizer().encode((BUNDLED / "held_out.txt").read_text())
+        outputs = llm.generate([ids[i:i + 256] for i in range(0, len(ids), 256)],
+                               SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+        logprobs = [one.logprob for output in outputs for found in output.prompt_logprobs[1:] for one in found.values()]
+        perplexities.append(math.exp(-sum(logprobs) / len(logprobs)))
+    plain, cut = perplexities
+    print(f"perplexity {plain:.3f}, with matrices in 4 bits in groups of 64 {cut:.3f}: {cut / plain:.4f} of it")
+    assert 0.99 < cut / plain < 1.01
 
 
 def test_integers_that_4_bits_have_stay():
