@@ -96,13 +96,13 @@ def num_parts(size_in: int, size_out: int, form: Form) -> int:
 def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
     """For warmup.py. Weights have no rows, so none are read."""
     c, make = r.config, partial(torch.empty, dtype=r.dtype, device=r.device)
-    for path, size, size_out, bias, form in r.modules.linear.plan.shapes():
+    for size_out, size, bias, form, is_residual, is_first in r.modules.linear.plan.shapes():
         kept = [make(0, columns, dtype=kind) if kind else None for columns, kind in (
             (size // 2, torch.uint8), (form.num_groups, form.scale), (form.num_groups, form.has_zeros and torch.uint8),
             (1, form.has_row_scale and torch.float32))]
-        is_split = r.modules.residual_linear.kept is SplitLinear4 and path in ("o_proj", "mlp.down_proj") and not bias
-        count = num_parts(size, size_out, form) if is_split and r.dtype is not torch.float16 else 1
-        act = (c.activation, c.gated_mlp) if path == "mlp.gate_up_proj" and r.modules.mlp is MLP4 else ()
+        is_split = is_residual and r.modules.residual_linear.kept is SplitLinear4 and r.dtype is not torch.float16
+        count = num_parts(size, size_out, form) if is_split and not bias else 1
+        act = (c.activation, c.gated_mlp) if is_first and r.modules.mlp is MLP4 else ()
         for rows in (1, 9, 17, 33):  # up to 8, 16, 32, 64
             yield partial(linear, make(rows, size), *kept, make(1) if bias else None, *act, count=count)
         yield partial(widen_on_gpu, *kept, r.dtype)

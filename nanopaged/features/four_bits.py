@@ -25,6 +25,7 @@ Experts keep 4 bits in gpt-oss: the loop of experts_kernel reads codes and scale
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,9 +133,11 @@ class Plan:
         self.config, self.is_cut, self.linears = config, path is None, list[model.Linear]()
         self.stored, self.others = read_stored(path) if path else ({}, [])
         self.made = 0  # Linears of the model
-        modules = modules_for(config, model.PLAIN._replace(linear=self.record, residual_linear=self.record))
+        self.residual = list[bool]()  # whether a Linear's result is added to the residual stream
+        plain = model.PLAIN._replace(linear=self.record, residual_linear=partial(self.record, residual=True))
         with torch.device("meta"):
-            names = {id(module): name for name, module in model.Transformer(config, modules).named_modules()}
+            whole = model.Transformer(config, modules_for(config, plain))
+        names = {id(module): name for name, module in whole.named_modules()}
         self.paths = [names[id(linear)] for linear in self.linears]  # in the order in which they are made
         parts = {path: [bare(part) for part in checkpoint_tensors(f"{path}.weight", linear.weight, config)]
                  for path, linear in zip(self.paths, self.linears)}
@@ -151,8 +154,9 @@ class Plan:
                       for path, names in parts.items()}
         self.kept = {self.origins[part] for path, form in self.forms.items() if form for part in parts[path]}
 
-    def record(self, size_in: int, size_out: int, bias: bool) -> model.Linear:
+    def record(self, size_in: int, size_out: int, bias: bool, residual: bool = False) -> model.Linear:
         self.linears.append(model.Linear(size_in, size_out, bias))
+        self.residual.append(residual)
         return self.linears[-1]
 
     def common_form(self, parts: list[str]) -> Form | None:
@@ -163,10 +167,11 @@ class Plan:
         return forms[0] if all(other == first for other in others) else None
 
     def shapes(self) -> set[tuple]:
-        """(path in a layer, columns, rows, whether there is a bias, form) of what is kept, each once."""
-        return {(re.sub(r"layers\.\d+\.", "", path), linear.weight.shape[1], len(linear.weight),
-                 linear.bias is not None, form._replace(order=None))
-                for (path, form), linear in zip(self.forms.items(), self.linears) if form}
+        """Of what is kept, each once: (rows, columns, whether there is a bias, form, whether the result is added to the
+        residual stream, whether it is an MLP's first product)."""
+        return {(*linear.weight.shape, linear.bias is not None, self.forms[path]._replace(order=None), residual,
+                 path.endswith("gate_up_proj"))
+                for path, linear, residual in zip(self.paths, self.linears, self.residual) if self.forms[path]}
 
     def tell(self, kind: str, itemsize: int) -> None:
         """Lines on stderr: how matrices are cut, and which ones do not keep 4 bits."""
