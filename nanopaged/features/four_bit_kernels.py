@@ -85,6 +85,11 @@ class MLP4(fused.FusedMLP):
         return self.down_proj(fused.activate(gate_up(x), c.activation, c.gated_mlp))
 
 
+class ExpertsMLP4(MLP4):
+    """Also an expert in MXFP4: fused_experts.py computes its products."""
+    four_bits = True
+
+
 def num_parts(size_in: int, size_out: int, form: Form) -> int:
     """Of the inner dimension, so that few rows of the weight have enough programs."""
     multiple = max(size_in // form.num_groups, TILE)
@@ -102,7 +107,7 @@ def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
             (1, form.has_row_scale and torch.float32))]
         is_split = is_residual and r.modules.residual_linear.kept is SplitLinear4 and r.dtype is not torch.float16
         count = num_parts(size, size_out, form) if is_split and not bias else 1
-        act = (c.activation, c.gated_mlp) if is_first and r.modules.mlp is MLP4 else ()
+        act = (c.activation, c.gated_mlp) if is_first and issubclass(r.modules.mlp, MLP4) else ()
         for rows in (1, 9, 17, 33):  # up to 8, 16, 32, 64
             yield partial(linear, make(rows, size), *kept, make(1) if bias else None, *act, count=count)
         yield partial(widen_on_gpu, *kept, r.dtype)

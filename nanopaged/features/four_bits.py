@@ -19,8 +19,8 @@ A GPU keeps this, and four_bit_kernels.py computes the products. Elsewhere weigh
 while they are read (`widen`). The tensors themselves tell which matrices have 4 bits, and how large groups are, so
 config.json's lists of layers are not read. Activations keep the engine's type.
 
-Experts keep 4 bits in gpt-oss: the loop of experts_kernel reads codes and scales, and the compiler turns a tile into
-16-bit numbers in registers, in front of the tensor cores.
+Experts keep MXFP4: the loop of experts_kernel reads codes and scales, and the compiler turns a tile into 16-bit numbers
+in registers, in front of the tensor cores.
 """
 import re
 import sys
@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from nanopaged import model, tiles
 from nanopaged.device.choices import pick_dtype
-from nanopaged.features.four_bit_kernels import MLP4, Form, Linear4, SplitLinear4
+from nanopaged.features.four_bit_kernels import MLP4, ExpertsMLP4, Form, Linear4, SplitLinear4
 from nanopaged.features.fused_experts import load_part
 from nanopaged.optional_triton import jit, tl, triton
 from nanopaged.weights.build import PREFIXES, checkpoint_tensors, modules_for, unmerge
@@ -89,9 +89,9 @@ def with_four_bits(options: Any, config: model.ModelConfig, modules: model.Modul
                          "leave it out")
     dtype, c, e = pick_dtype(options.dtype, config.torch_dtype, device), config, config.experts
     kind, is_fast = str(dtype).removeprefix("torch."), modules.norm is not model.PLAIN.norm
+    keeps_experts = is_fast and has_scaled_products(dtype, device)
     if form == "mxfp4":
-        least = LEAST_CAPABILITY.get(dtype)
-        if least and is_fast and torch.cuda.get_device_capability(device) >= least:
+        if keeps_experts:
             return modules._replace(mlp=FourBitMLP)
         size = c.num_layers * e["count"] * 3 * c.hidden_size * e["size"] / 2**30
         print(f"experts in MXFP4 are converted to {kind}: {size * dtype.itemsize:.1f} GiB instead of "
@@ -101,15 +101,22 @@ def with_four_bits(options: Any, config: model.ModelConfig, modules: model.Modul
     if options.tensor_parallel_size > 1:
         raise ValueError("matrices in 4 bits cannot be cut into the parts of several GPUs; leave out "
                          "tensor_parallel_size (data_parallel_size is possible)")
-    plan = Plan(config, path if form and options.load_format != "dummy" else None, has_products(device))
+    plan = Plan(config, path if form and options.load_format != "dummy" else None, has_products(device), keeps_experts)
     plan.tell(kind, dtype.itemsize)
-    split = SplitLinear4 if is_fast else Linear4
-    return modules._replace(linear=Maker(plan, modules.linear, Linear4, device), mlp=MLP4 if is_fast else modules.mlp,
+    split, mlp = (SplitLinear4, MLP4) if is_fast else (Linear4, modules.mlp)
+    mlp = ExpertsMLP4 if any(".experts." in path for path, form in plan.forms.items() if form) else mlp
+    return modules._replace(linear=Maker(plan, modules.linear, Linear4, device), mlp=mlp,
                             residual_linear=Maker(plan, modules.residual_linear, split, device))
 
 
 def has_products(device: torch.device) -> bool:
     return device.type == "cuda" and triton is not None
+
+
+def has_scaled_products(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether experts can keep MXFP4, by tl.dot_scaled."""
+    least = LEAST_CAPABILITY.get(dtype)
+    return bool(least) and torch.cuda.get_device_capability(device) >= least
 
 
 # --------------------------------------------------------------------------------------------------
@@ -125,9 +132,10 @@ class Matrix(NamedTuple):
 
 class Plan:
     """What becomes of each matrix in the layers. path: of a checkpoint in 4 bits; None: ordinary matrices are cut.
-    is_able: a device keeps 4 bits. ValueError: a matrix is not what its format says."""
+    is_able: the device keeps 4 bits; keeps_experts: experts keep MXFP4. ValueError: a matrix is not what its format
+    says."""
 
-    def __init__(self, config: model.ModelConfig, path: Path | None, is_able: bool) -> None:
+    def __init__(self, config: model.ModelConfig, path: Path | None, is_able: bool, keeps_experts: bool) -> None:
         if config.transposed:
             raise ValueError("a model whose matrices are stored as [in, out] (GPT-2) is not supported in 4 bits")
         self.config, self.is_cut, self.linears = config, path is None, list[model.Linear]()
@@ -150,8 +158,10 @@ class Plan:
             if group and ".experts." not in path:
                 self.matrices[path] = Matrix(size_out, size_in, Form(torch.float16, size_in // group))
                 self.origins.update(dict.fromkeys(parts[path], path))
-        self.forms = {path: self.common_form(names) if is_able and ".experts." not in path else None
-                      for path, names in parts.items()}
+        self.forms = {path: self.common_form(names) if is_able else None for path, names in parts.items()}
+        experts = [path for path in self.paths if ".experts." in path]
+        if not keeps_experts or not all(form and form.kind == "mxfp4" for form in map(self.forms.get, experts)):
+            self.forms.update(dict.fromkeys(experts))
         self.kept = {self.origins[part] for path, form in self.forms.items() if form for part in parts[path]}
 
     def record(self, size_in: int, size_out: int, bias: bool, residual: bool = False) -> model.Linear:
@@ -167,11 +177,12 @@ class Plan:
         return forms[0] if all(other == first for other in others) else None
 
     def shapes(self) -> set[tuple]:
-        """Of what is kept, each once: (rows, columns, whether there is a bias, form, whether the result is added to the
-        residual stream, whether it is an MLP's first product)."""
+        """Of what is kept, but by experts, each once: (rows, columns, whether there is a bias, form, whether the result
+        is added to the residual stream, whether it is an MLP's first product)."""
         return {(*linear.weight.shape, linear.bias is not None, self.forms[path]._replace(order=None), residual,
                  path.endswith("gate_up_proj"))
-                for path, linear, residual in zip(self.paths, self.linears, self.residual) if self.forms[path]}
+                for path, linear, residual in zip(self.paths, self.linears, self.residual)
+                if self.forms[path] and ".experts." not in path}
 
     def tell(self, kind: str, itemsize: int) -> None:
         """Lines on stderr: how matrices are cut, and which ones do not keep 4 bits."""
@@ -184,8 +195,8 @@ class Plan:
             size = sum(one.size_out * one.form.num_groups * one.form.scale.itemsize for one in wide.values())
             print(f"{len(wide)} matrices in 4 bits are converted to {kind}, the first being {min(wide)}: "
                   f"{numbers * itemsize / 2**30:.1f} GiB instead of {(numbers / 2 + size) / 2**30:.1f} (4 bits are "
-                  "kept on a GPU with Triton; not by experts, nor by q, k and v, or gate and up, whose groups differ)",
-                  file=sys.stderr)
+                  "kept on a GPU with Triton: of experts MXFP4, and not by q, k and v, or gate and up, whose groups "
+                  "differ)", file=sys.stderr)
 
     def read(self, tensors: Iterable[tuple[str, Tensor]], device: torch.device) -> Iterator[tuple[str, Tensor]]:
         """The model's tensors. tensors: ordinary ones, which are cut if nothing is stored"""
