@@ -55,11 +55,8 @@ class Linear4(model.Linear):
         self.zero = parameter(form.num_groups, torch.uint8) if form.has_zeros else None
         self.row_scale = parameter(1, torch.float32) if form.has_row_scale else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.product(x)
-
-    def product(self, x: Tensor, *act: Any) -> Tensor:
-        """act: an activation, and whether it is gated, as in `fused.few_rows_linear`; for few rows only"""
+    def forward(self, x: Tensor, *act: Any) -> Tensor:
+        """act: for few rows an activation, and whether it is gated, as in `fused.few_rows_linear`"""
         x = x if self.form.order is None else x.index_select(1, self.form.order)
         count = self.count if len(x) <= MOST_ROWS and x.dtype is not torch.float16 else 1
         return linear(x, self.weight, self.scale, self.zero, self.row_scale, self.bias, *act, count=count)
@@ -81,7 +78,7 @@ class MLP4(fused.FusedMLP):
         if not isinstance(gate_up, Linear4):
             return super().forward(x)
         if len(x) <= MOST_ROWS:
-            return self.down_proj(gate_up.product(x, c.activation, c.gated_mlp))
+            return self.down_proj(gate_up(x, c.activation, c.gated_mlp))
         return self.down_proj(fused.activate(gate_up(x), c.activation, c.gated_mlp))
 
 

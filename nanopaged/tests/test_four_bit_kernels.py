@@ -9,7 +9,7 @@ from torch import Tensor
 
 import model
 from nanopaged import SamplingParams
-from nanopaged.features import four_bit_kernels, four_bits, fused
+from nanopaged.features import four_bit_kernels, four_bits, fused, graphs
 from nanopaged.features.four_bits import cut_int4, widen
 from nanopaged.tests.helpers import (
     BUNDLED,
@@ -26,8 +26,10 @@ from nanopaged.tests.helpers import (
     prompt_logits,
     relative_error,
     rewritten,
+    tokens_of,
 )
 from nanopaged.tests.pretended import plain_kernels
+from nanopaged.tests.test_graphs import record_graphs
 from nanopaged.weights.build import build_model
 from nanopaged.weights.checkpoint import read_config, read_tensors
 from nanopaged.weights.families import read_model_config
@@ -65,12 +67,14 @@ def keep(monkeypatch, llm, path, modules=fused.MODULES, **options):
 @pytest.mark.parametrize("variant", FORMATS)
 def test_texts_of_each_format(variant, monkeypatch, capfd):
     """On a CPU, and where 4 bits are kept."""
-    llm = load(variant, device="cpu", num_blocks=24, block_size=8, max_num_batched_tokens=16)  # chunks, preemption
+    llm = load(variant, device="cpu", num_blocks=12, block_size=8, max_num_batched_tokens=16)
     assert " matrices in 4 bits are converted to float32, the first being model.layers.0." in capfd.readouterr().err
     assert_golden(llm, variant)
     kept = keep(monkeypatch, llm, GOLDEN / variant)
-    assert_golden(llm, variant)
-    assert_golden(llm, variant)  # prefix hits
+    for lookahead in (0, 1):  # then with prefix hits
+        llm.engine.lookahead = lookahead
+        assert_golden(llm, variant, times=2)
+    assert llm.counts.num_preemptions > 4
     assert ("uint8", [192, 32]) in kept.values()
     assert not llm.config.experts or llm.runner.model.layers[0].mlp.whole["gate_up_proj.weight"].dtype is torch.uint8
 
@@ -92,6 +96,21 @@ def test_what_is_kept(monkeypatch, capfd):
     assert kept["layers.0.qkv_proj.row_scale"] == ("float32", [128, 1])
     kept = keep(monkeypatch, load("int4/gptq", device="cpu", num_blocks=64), GOLDEN / "int4/gptq")
     assert kept["layers.1.qkv_proj.zero"] == ("uint8", [128, 2])
+
+
+@pytest.mark.parametrize("variant", ["int4/compressed-asym", "int4/mxfp4"])
+def test_recorded_steps(variant, monkeypatch):
+    """On a CPU pretended ones, and pretended kernels. The tokens of samples, too."""
+    monkeypatch.setattr(graphs, "TOKEN_SIZES", [16, 32])
+    monkeypatch.setattr(graphs, "DECODE_SIZES", [1, 2])
+    llm = load(variant, graphs=True, max_num_seqs=8, max_num_batched_tokens=40)
+    if not CUDA:
+        keep(monkeypatch, llm, GOLDEN / variant)
+    replayed = record_graphs(llm, monkeypatch)
+    params = SamplingParams(n=2, seed=3, max_tokens=12, ignore_eos=True)
+    first, second = (tokens_of(llm.generate([[1, 2, 3]] * 3, params)) for _ in range(2))
+    assert_golden(llm, variant, times=2)
+    assert first == second and {shape.num_tiles > 0 for shape in replayed} == {True, False}
 
 
 def test_another_order_of_columns_in_a_part(monkeypatch, tmp_path, capfd):
