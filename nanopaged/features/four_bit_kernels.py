@@ -58,7 +58,7 @@ class Linear4(model.Linear):
     def forward(self, x: Tensor, *act: Any) -> Tensor:
         """act: for few rows an activation, and whether it is gated, as in `fused.few_rows_linear`"""
         x = x if self.form.order is None else x.index_select(1, self.form.order)
-        count = self.count if len(x) <= MOST_ROWS and x.dtype is not torch.float16 else 1
+        count = self.count if has_few_rows(x) and x.dtype is not torch.float16 else 1  # as in fused.py
         return linear(x, self.weight, self.scale, self.zero, self.row_scale, self.bias, *act, count=count)
 
 
@@ -77,7 +77,7 @@ class MLP4(fused.FusedMLP):
         c, gate_up = self.config, self.gate_up_proj
         if not isinstance(gate_up, Linear4):
             return super().forward(x)
-        if len(x) <= MOST_ROWS:
+        if has_few_rows(x):
             return self.down_proj(gate_up(x, c.activation, c.gated_mlp))
         return self.down_proj(fused.activate(gate_up(x), c.activation, c.gated_mlp))
 
@@ -85,6 +85,11 @@ class MLP4(fused.FusedMLP):
 class ExpertsMLP4(MLP4):
     """Also an expert in MXFP4: fused_experts.py computes its products."""
     four_bits = True
+
+
+def has_few_rows(x: Tensor) -> bool:
+    """Whether the kernel multiplies them. In float32 it would take long to compile."""
+    return len(x) <= MOST_ROWS and x.itemsize == 2
 
 
 def num_parts(size_in: int, size_out: int, form: Form) -> int:
@@ -116,10 +121,10 @@ def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
 
 def linear(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, row_scale: Tensor | None,
            bias: Tensor | None = None, activation: str = "", gated: bool = False, count: int = 1) -> Tensor:
-    """F.linear for x [T, in] and a matrix in 4 bits. activation, gated, count: as in `fused.few_rows_linear`, for T up
-    to MOST_ROWS"""
+    """F.linear for x [T, in] and a matrix in 4 bits. activation, gated, count: as in `fused.few_rows_linear`, for few
+    rows"""
     num_rows, size = x.shape
-    if num_rows > MOST_ROWS:
+    if not has_few_rows(x):
         wide = widen_on_gpu(weight, scale, zero, row_scale, x.dtype)
         return torch.matmul(x, wide.T) if bias is None else torch.addmm(bias, x, wide.T)
     num_out = len(weight) // (2 if gated else 1)
@@ -129,9 +134,9 @@ def linear(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, row_sc
     padded = min(MOST_PADDED, max(8, tiles.next_power_of_2(num_rows)))
     form = few_rows_form(size // scale.shape[1], padded, gated, x.itemsize, tiles.shared_memory(x.device))
     few_rows_kernel[(cdiv(num_out, form["ROWS"]), count, cdiv(num_rows, padded))](
-        x, *as_arguments(weight, scale, zero, row_scale), weight if bias is None else bias, out, num_rows, num_out,
-        PART=size // count, PADDED=padded, BIAS=bias is not None, GATED=gated, ACTIVATION=activation, **form,
-        **constants(weight, scale, zero, row_scale), **launch_options(x.device))
+        x, bias=weight if bias is None else bias, out=out, num_rows=num_rows, num_out=num_out, PART=size // count,
+        PADDED=padded, BIAS=bias is not None, GATED=gated, ACTIVATION=activation, **form,
+        **arguments(weight, scale, zero, row_scale), **launch_options(x.device))
     return out
 
 
@@ -141,19 +146,16 @@ def widen_on_gpu(weight: Tensor, scale: Tensor, zero: Tensor | None, row_scale: 
     num_out, size = len(weight), 2 * weight.shape[1]
     out = weight.new_empty(num_out, size, dtype=dtype)
     widen_kernel[(cdiv(num_out, 32), cdiv(size, TILE))](
-        *as_arguments(weight, scale, zero, row_scale), out, num_out, ROWS=32, TILE=TILE,
-        **constants(weight, scale, zero, row_scale), **launch_options(weight.device))
+        out=out, num_out=num_out, ROWS=32, TILE=TILE, **arguments(weight, scale, zero, row_scale),
+        **launch_options(weight.device))
     return out
 
 
-def as_arguments(weight: Tensor, scale: Tensor, zero: Tensor | None, row_scale: Tensor | None) -> list[Tensor]:
-    """Not every GPU has a type for scales of 8 bits: they are bytes."""
-    scale = scale.view(torch.uint8) if scale.itemsize == 1 else scale
-    return [weight, scale, weight if zero is None else zero, scale if row_scale is None else row_scale]
-
-
-def constants(weight: Tensor, scale: Tensor, zero: Tensor | None, row_scale: Tensor | None) -> dict[str, Any]:
-    return dict(SIZE=2 * weight.shape[1], GROUPS=scale.shape[1], KIND=Form(scale.dtype, 1).kind,
+def arguments(weight: Tensor, scale: Tensor, zero: Tensor | None, row_scale: Tensor | None) -> dict[str, Any]:
+    """Of both kernels. Not every GPU has a type for scales of 8 bits: they are bytes."""
+    return dict(weight=weight, scale=scale.view(torch.uint8) if scale.itemsize == 1 else scale,
+                zero=weight if zero is None else zero, row_scale=weight if row_scale is None else row_scale,
+                SIZE=2 * weight.shape[1], GROUPS=scale.shape[1], KIND=Form(scale.dtype, 1).kind,
                 ZEROS=zero is not None, ROW_SCALE=row_scale is not None)
 
 

@@ -22,6 +22,7 @@ config.json's lists of layers are not read. Activations keep the engine's type.
 Experts keep MXFP4: the loop of experts_kernel reads codes and scales, and the compiler turns a tile into 16-bit numbers
 in registers, in front of the tensor cores.
 """
+import itertools
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -140,13 +141,13 @@ class Plan:
             raise ValueError("a model whose matrices are stored as [in, out] (GPT-2) is not supported in 4 bits")
         self.config, self.is_cut, self.linears = config, path is None, list[model.Linear]()
         self.stored, self.others = read_stored(path) if path else ({}, [])
-        self.made = 0  # Linears of the model
         self.residual = list[bool]()  # whether a Linear's result is added to the residual stream
         plain = model.PLAIN._replace(linear=self.record, residual_linear=partial(self.record, residual=True))
         with torch.device("meta"):
             whole = model.Transformer(config, modules_for(config, plain))
         names = {id(module): name for name, module in whole.named_modules()}
-        self.paths = [names[id(linear)] for linear in self.linears]  # in the order in which they are made
+        self.paths = [names[id(linear)] for linear in self.linears]
+        self.next_path = itertools.cycle(self.paths)  # a Transformer makes its Linears in this order
         parts = {path: [bare(part) for part in checkpoint_tensors(f"{path}.weight", linear.weight, config)]
                  for path, linear in zip(self.paths, self.linears)}
         self.matrices = {name: describe(name, one, config.four_bits) for name, one in self.stored.items()}
@@ -230,9 +231,7 @@ class Maker:
         self.plan, self.other, self.kept, self.device = plan, other, kept, device
 
     def __call__(self, size_in: int, size_out: int, bias: bool) -> model.Linear:
-        plan = self.plan
-        form = plan.forms[plan.paths[plan.made % len(plan.paths)]]
-        plan.made += 1
+        form = self.plan.forms[next(self.plan.next_path)]
         if form is None:
             return self.other(size_in, size_out, bias=bias)
         order = None if form.order is None else form.order.to(self.device)
@@ -265,13 +264,11 @@ def read_stored(path: Path) -> tuple[dict[str, Parts], list[tuple[str, Tensor]]]
 
 def describe(name: str, parts: Parts, method: str | None) -> Matrix:
     """ValueError: a tensor is missing, or they do not fit together."""
-    ends = [end for end in CODES if end in parts]
-    needed = dict(gemm=("qzeros", "scales"), gptq=("qzeros", "scales"), gptq_v2=("qzeros", "scales"),
-                  nvfp4=("weight_scale", "weight_scale_2")).get(method or "", ("weight_scale",))
-    if absent := [end for end in (*(() if ends else CODES[:1]), *needed) if end not in parts]:
+    needed = ["scales", "qzeros"] if method in EIGHTS else ["weight_scale", *["weight_scale_2"] * (method == "nvfp4")]
+    needed.insert(0, next((end for end in CODES if end in parts), CODES[0]))
+    if absent := [end for end in needed if end not in parts]:
         raise ValueError(f"the checkpoint has {name}.{min(parts)} and lacks {name}.{absent[0]}; fetch it again")
-    codes, scale = parts[ends[0]], parts[needed[-1] if needed[0] == "qzeros" else needed[0]]
-    per_number = codes.itemsize * 2
+    codes, scale, per_number = parts[needed[0]], parts[needed[1]], parts[needed[0]].itemsize * 2
     size_out, size_in = len(codes), codes.shape[1] * per_number
     if method in EIGHTS:  # stored as [in, out]
         size_out, size_in = (size_in, size_out) if method == "gemm" else (codes.shape[1], size_out * per_number)
@@ -294,16 +291,15 @@ def describe(name: str, parts: Parts, method: str | None) -> Matrix:
         if not torch.equal(g_idx[order], every):
             raise ValueError(f"the groups of {name}.g_idx have not {group} columns each; fetch the checkpoint again")
     has_zeros = zeros is not None and not (method in EIGHTS and bool((zeros == EIGHTS[method]).all()))
-    is_float8 = scale.dtype is torch.float8_e8m0fnu
-    return Matrix(size_out, size_in, Form(torch.uint8 if is_float8 else scale.dtype, num_groups, has_zeros,
-                                          bool({"weight_global_scale", "weight_scale_2"} & parts.keys()), order))
+    kind, has_row_scale = scale.dtype, bool({"weight_global_scale", "weight_scale_2"} & parts.keys())
+    kind = torch.uint8 if kind is torch.float8_e8m0fnu else kind
+    return Matrix(size_out, size_in, Form(kind, num_groups, has_zeros, has_row_scale, order))
 
 
 def turn(parts: Parts, form: Form, method: str | None) -> Parts:
     """A stored matrix in our layout."""
-    codes, zeros = (next((parts[end] for end in ends if end in parts), None) for ends in (
-        CODES, ("qzeros", "weight_zero_point")))
-    scale = parts.get("scales", parts.get("weight_scale"))
+    codes = next(parts[end] for end in CODES if end in parts)
+    zeros, scale = parts.get("qzeros", parts.get("weight_zero_point")), parts.get("scales", parts.get("weight_scale"))
     if method in EIGHTS:
         codes, zeros, scale = unpack(codes if method == "gemm" else codes.T), unpack(zeros), scale.T
         if method == "gemm":
@@ -313,7 +309,7 @@ def turn(parts: Parts, form: Form, method: str | None) -> Parts:
     else:
         codes, zeros = unpack(codes), None if zeros is None else unpack(zeros.T)[:, :len(codes)].T
     codes = codes if form.order is None else codes[:, form.order.to(codes.device)]
-    result = dict(weight=codes[:, ::2] | codes[:, 1::2] << 4, scale=scale.view(form.scale))
+    result = dict(weight=pack(codes), scale=scale.view(form.scale))
     if form.has_zeros:
         result["zero"] = zeros
     if form.has_row_scale:
@@ -328,14 +324,18 @@ def unpack(x: Tensor) -> Tensor:
     return torch.stack([x & 15, x >> 4], -1).flatten(-2)
 
 
+def pack(codes: Tensor) -> Tensor:
+    """[.., in] -> [.., in / 2], bytes"""
+    return codes[..., ::2] | codes[..., 1::2] << 4
+
+
 def cut_int4(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """A matrix [.., in] as integers of 4 bits, rounded to nearest: weight and scale. The number of a group that is
     farthest from 0 becomes -8, of the 16 integers the one farthest from 0."""
     groups = x.float().unflatten(-1, (-1, group))
     scale = (groups.gather(-1, groups.abs().argmax(-1, keepdim=True)) / -8).half()
     codes = (groups / torch.where(scale == 0, 1, scale.float())).round().clamp(-8, 7) + 8
-    codes = codes.byte().flatten(-2)
-    return codes[..., ::2] | codes[..., 1::2] << 4, scale[..., 0]
+    return pack(codes.byte().flatten(-2)), scale[..., 0]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -399,8 +399,7 @@ def cut(x: Tensor) -> tuple[Tensor, Tensor]:
     groups, numbers = x.float().unflatten(-1, (-1, GROUP)), torch.tensor(E2M1, device=x.device)
     exponent = torch.frexp(groups.abs().amax(-1, keepdim=True))[1] - 3  # with it the largest is at least 4
     codes = torch.bucketize(torch.ldexp(groups.abs(), -exponent), (numbers[1:] + numbers[:-1]) / 2)
-    low, high = (codes + 8 * (groups < 0)).byte().flatten(-2).unflatten(-1, (-1, 2)).unbind(-1)
-    return low | high << 4, (exponent[..., 0] + 127).clamp(0, 254).byte()
+    return pack((codes + 8 * (groups < 0)).byte().flatten(-2)), (exponent[..., 0] + 127).clamp(0, 254).byte()
 
 
 # --------------------------------------------------------------------------------------------------

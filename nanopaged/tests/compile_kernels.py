@@ -153,7 +153,8 @@ def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
     for act, num_tokens in itertools.product(("swigluoai", ""), (1, 64, 8192)) if keeps else ():
         yield partial(experts, capability, dtype, act, num_tokens, torch.uint8, routed | dict(bias=f"*{TYPES[dtype]}"))
     for kind, group, scale in (("int4", 128, f"*{TYPES[dtype]}"), ("nvfp4", 16, "*u8"), ("mxfp4", 32, "*u8")):
-        yield from (partial(in_4_bits, capability, dtype, kind, group, scale, rows) for rows in (1, 64, 8192))
+        yield from (partial(in_4_bits, capability, dtype, kind, group, scale, rows) for rows in (
+            (1, 64, 8192) if dtype.itemsize == 2 else (8192,)))
     route = dict(EXPERTS=40, PADDED=64, TOP_K=6, CHOICES=8, NORMALIZED=True, COUNT=4)
     yield partial(compile_kernel, fused_experts.route_kernel, route, dtype, capability, 1, **routed)
     for act, num_tokens in itertools.product(("silu", ""), (1, 64, 8192)):

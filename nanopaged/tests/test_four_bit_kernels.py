@@ -255,8 +255,9 @@ def random_matrix(size_out: int, size_in: int, kind: str, group: int, dtype: tor
     (5, 40, 160, "nvfp4", 16, False, ("gelu_new", False), 1), (2, 68, 96, "nvfp4", 16, True, ("silu", True), 1),
     (17, 34, 160, "mxfp4", 32, False, (), 1), (65, 40, 96, "int4", 32, True, (), 1),
     (70, 40, 96, "nvfp4", 16, False, (), 1)])
-def test_a_product_reads_4_bits(dtype, rows, size_out, size_in, kind, group, bias, act, count):
-    """Sizes are no powers of two; the last two have many rows."""
+def test_a_product_reads_4_bits(monkeypatch, dtype, rows, size_out, size_in, kind, group, bias, act, count):
+    """Sizes are no powers of two; the last two have many rows. In float32 the error is small, too."""
+    monkeypatch.setattr(four_bit_kernels, "has_few_rows", lambda x: len(x) <= 64)
     torch.manual_seed(0)
     parts = random_matrix(size_out, size_in, kind, group, dtype)
     x = (torch.randn(rows, size_in) / size_in ** 0.5).to(dtype).to(DEVICE)
