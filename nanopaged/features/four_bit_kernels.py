@@ -22,6 +22,7 @@ FEWEST_COLUMNS = 2048  # of a part of the inner dimension
 MOST_ROWS = 64  # of x that the kernel multiplies; with more, the matrix is turned into 16 bits (not measured)
 MOST_PADDED = 64  # rows of x in a program
 TILE = 128  # columns of a tile: some groups, or a part of one; integers in groups of 64 have tiles of 64
+LEAST_GROUP = tl.constexpr(16)  # columns
 E2M1_FACTOR = tl.constexpr(2.0 ** 14)  # a code of e2m1 as bits of a float16, whose exponent has another offset
 E4M3_FACTOR = tl.constexpr(2.0 ** 22)  # this, and the same for a scale's bits
 
@@ -253,8 +254,9 @@ def load_tile(at, i, END: tl.constexpr, PART: tl.constexpr, TILE: tl.constexpr):
 @jit
 def load_scales(scale, zero, row, byte, SIZE: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr,
                 ZEROS: tl.constexpr, TILE: tl.constexpr):
-    """What the codes' numbers in a tile from this byte on are multiplied by, and what is subtracted from them before
-    minus 8: [ROWS, groups of the tile] each, in float32. Behind the last group: of the last one."""
+    """What the codes' numbers in a tile from this byte on are multiplied by, and what is subtracted from them before,
+    minus 8, in float32. [ROWS, 1] each for a tile in one group, else [ROWS, 8] for 16 columns each: with fewer ones the
+    compiler does not keep the codes in their layout. Behind the last group: of the last one."""
     GROUP: tl.constexpr = SIZE // GROUPS
     COUNT: tl.constexpr = TILE // GROUP if GROUPS > 1 and TILE > GROUP else 1
     group = tl.minimum(2 * byte // GROUP + tl.arange(0, COUNT), GROUPS - 1)

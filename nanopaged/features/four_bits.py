@@ -187,6 +187,9 @@ class Plan:
 
     def tell(self, kind: str, itemsize: int) -> None:
         """Lines on stderr: how matrices are cut, and which ones do not keep 4 bits."""
+        if self.is_cut and not self.matrices:
+            raise ValueError(f"quantization 'int4' cuts rows in groups of {CUT_GROUPS[-1]} numbers or more, and no "
+                             "matrix of this model has such rows; leave it out")
         if self.is_cut:
             groups = sorted({one.size_in // one.form.num_groups for one in self.matrices.values()})
             print(f"matrices of the layers are cut to 4 bits, in groups of {' and '.join(map(str, groups))}; "
