@@ -45,7 +45,7 @@ GROUP = 32  # weights of MXFP4 that have one scale
 CUT_GROUPS = 128, 64, 32  # of quantization="int4": the first one that divides a row
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # where 32 bits of AWQ have columns 0 to 7
-EIGHTS = {"gemm": -0x77777778, "gptq": 0x77777777, "gptq_v2": -0x77777778}  # eight zeros of symmetric integers
+EIGHTS = {"awq": -0x77777778, "gptq": 0x77777777, "gptq_v2": -0x77777778}  # eight zeros of symmetric integers
 LEAST_CAPABILITY = {torch.bfloat16: (8, 0), torch.float16: (8, 9)}  # of a GPU for which tl.dot_scaled compiles
 PACKED = "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"  # formats of compressed-tensors
 CODES = "weight_packed", "qweight", "weight"  # ends of tensors' names; and of those beside them
@@ -69,7 +69,8 @@ def read_form(architecture: Any, given: dict[str, Any]) -> str:
         groups = given.get("config_groups", {}).values() if method == "compressed-tensors" else []
         bits = {group["weights"]["num_bits"] for group in groups} or {given.get("bits", given.get("w_bit"))}
         bits = {4} if method == "modelopt" else bits
-        is_read = bits == {4} and str(form).lower() in ("nvfp4", *EIGHTS, *PACKED) and not given.get("transform_config")
+        known = dict(awq=["gemm"], gptq=["gptq", "gptq_v2"], modelopt=["nvfp4"]).get(method, PACKED)
+        is_read = bits == {4} and str(form).lower() in known and not given.get("transform_config")
     except (AttributeError, KeyError, TypeError):  # config.json may hold anything
         form, bits, is_read = None, {"?"}, False
     if not is_read:
@@ -77,7 +78,7 @@ def read_form(architecture: Any, given: dict[str, Any]) -> str:
                          f"{', '.join(map(str, bits))} bits; of weights in few bits those in 4 can be read, in AWQ "
                          f"(gemm), GPTQ (gptq, gptq_v2), modelopt (NVFP4) and compressed-tensors ({', '.join(PACKED)}, "
                          "without a transform_config)")
-    return str(form).lower()
+    return "awq" if method == "awq" else str(form).lower()
 
 
 def with_four_bits(options: Any, config: model.ModelConfig, modules: model.Modules, device: torch.device,
@@ -274,7 +275,7 @@ def describe(name: str, parts: Parts, method: str | None) -> Matrix:
     codes, scale, per_number = parts[needed[0]], parts[needed[1]], parts[needed[0]].itemsize * 2
     size_out, size_in = len(codes), codes.shape[1] * per_number
     if method in EIGHTS:  # stored as [in, out]
-        size_out, size_in = (size_in, size_out) if method == "gemm" else (codes.shape[1], size_out * per_number)
+        size_out, size_in = (size_in, size_out) if method == "awq" else (codes.shape[1], size_out * per_number)
         scale = scale.T
     elif "weight_shape" in parts:
         size_out, size_in = parts["weight_shape"].tolist()
@@ -304,8 +305,8 @@ def turn(parts: Parts, form: Form, method: str | None) -> Parts:
     codes = next(parts[end] for end in CODES if end in parts)
     zeros, scale = parts.get("qzeros", parts.get("weight_zero_point")), parts.get("scales", parts.get("weight_scale"))
     if method in EIGHTS:
-        codes, zeros, scale = unpack(codes if method == "gemm" else codes.T), unpack(zeros), scale.T
-        if method == "gemm":
+        codes, zeros, scale = unpack(codes if method == "awq" else codes.T), unpack(zeros), scale.T
+        if method == "awq":
             codes, zeros = (one.unflatten(1, (-1, 8))[..., AWQ_PLACES].flatten(1) for one in (codes, zeros))
             codes = codes.T
         zeros = (zeros + (method == "gptq") & 15).T  # older ones are stored minus 1
