@@ -38,6 +38,7 @@ from nanopaged.device.choices import pick_dtype
 from nanopaged.features.four_bit_kernels import MLP4, ExpertsMLP4, Form, Linear4, SplitLinear4
 from nanopaged.features.fused_experts import load_part
 from nanopaged.optional_triton import jit, tl, triton
+from nanopaged.tiles import cdiv
 from nanopaged.weights.build import PREFIXES, checkpoint_tensors, modules_for, unmerge
 from nanopaged.weights.checkpoint import read_tensors
 
@@ -280,24 +281,26 @@ def describe(name: str, parts: Parts, method: str | None) -> Matrix:
     elif "weight_shape" in parts:
         size_out, size_in = parts["weight_shape"].tolist()
     zeros, g_idx = parts.get("qzeros", parts.get("weight_zero_point")), parts.get("g_idx", parts.get("weight_g_idx"))
+    row_scales = [parts[end] for end in ("weight_global_scale", "weight_scale_2") if end in parts]
     num_groups = scale.shape[-1] if scale.dim() == 2 else 0
     group = size_in // max(1, num_groups)
-    if (codes.numel() * per_number != size_out * size_in or scale.shape != (size_out, num_groups) or size_in % 2
-            or g_idx is not None and len(g_idx) != size_in):
-        raise ValueError(f"{name} has codes of the shape {list(codes.shape)} and scales {list(scale.T.shape)}, which "
-                         f"is no matrix of {size_out} x {size_in} in 4 bits; fetch the checkpoint again")
     if num_groups * group != size_in or num_groups > 1 and (group < 16 or group & group - 1):
         raise ValueError(f"{name} has {num_groups} scales for {size_in} columns; a group must have a power of "
                          "two of columns, 16 at least, or a whole row")
+    if (codes.numel() * per_number != size_out * size_in or scale.shape != (size_out, num_groups) or size_in % 2
+            or zeros is not None and zeros.numel() != cdiv(size_out, 8) * num_groups
+            or g_idx is not None and g_idx.shape != (size_in,) or any(one.numel() != 1 for one in row_scales)):
+        raise ValueError(f"{name} has codes of the shape {list(codes.shape)} and scales {list(parts[needed[1]].shape)}; "
+                         f"these, or others beside them, are not of a matrix of {size_out} x {size_in} in 4 bits; fetch "
+                         "the checkpoint again")
     order = None
     if g_idx is not None and not torch.equal(g_idx, every := torch.arange(size_in).to(g_idx) // group):
         order = g_idx.argsort(stable=True)
         if not torch.equal(g_idx[order], every):
             raise ValueError(f"the groups of {name}.g_idx have not {group} columns each; fetch the checkpoint again")
     has_zeros = zeros is not None and not (method in EIGHTS and bool((zeros == EIGHTS[method]).all()))
-    kind, has_row_scale = scale.dtype, bool({"weight_global_scale", "weight_scale_2"} & parts.keys())
-    kind = torch.uint8 if kind is torch.float8_e8m0fnu else kind
-    return Matrix(size_out, size_in, Form(kind, num_groups, has_zeros, has_row_scale, order))
+    kind = torch.uint8 if scale.dtype is torch.float8_e8m0fnu else scale.dtype
+    return Matrix(size_out, size_in, Form(kind, num_groups, has_zeros, bool(row_scales), order))
 
 
 def turn(parts: Parts, form: Form, method: str | None) -> Parts:
