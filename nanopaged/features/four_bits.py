@@ -52,6 +52,8 @@ PACKED = "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"  # for
 CODES = "weight_packed", "qweight", "weight"  # ends of tensors' names; and of those beside them
 BESIDE = ("weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale", "weight_scale_2",
           "qzeros", "scales", "g_idx")
+SCALES = {torch.int32: [torch.float16, torch.bfloat16, torch.float32],  # by the type in which codes are stored
+          torch.uint8: [torch.uint8, torch.float8_e8m0fnu, torch.float8_e4m3fn]}
 Parts = dict[str, Tensor]  # a matrix as it is stored: the end of a name -> tensor
 
 
@@ -288,11 +290,12 @@ def describe(name: str, parts: Parts, method: str | None) -> Matrix:
         raise ValueError(f"{name} has {num_groups} scales for {size_in} columns; a group must have a power of "
                          "two of columns, 16 at least, or a whole row")
     if (codes.numel() * per_number != size_out * size_in or scale.shape != (size_out, num_groups) or size_in % 2
+            or scale.dtype not in SCALES.get(codes.dtype, [])
             or zeros is not None and zeros.numel() != cdiv(size_out, 8) * num_groups
             or g_idx is not None and g_idx.shape != (size_in,) or any(one.numel() != 1 for one in row_scales)):
-        raise ValueError(f"{name} has codes of the shape {list(codes.shape)} and scales {list(parts[needed[1]].shape)}; "
-                         f"these, or others beside them, are not of a matrix of {size_out} x {size_in} in 4 bits; fetch "
-                         "the checkpoint again")
+        raise ValueError(f"{name} has codes {list(codes.shape)} of {codes.dtype} and scales {list(scale.shape)} of "
+                         f"{scale.dtype}; these, or others beside them, are not of a matrix of {size_out} x {size_in} "
+                         "in 4 bits; fetch the checkpoint again")
     order = None
     if g_idx is not None and not torch.equal(g_idx, every := torch.arange(size_in).to(g_idx) // group):
         order = g_idx.argsort(stable=True)

@@ -154,6 +154,7 @@ def test_symmetric_gptq_has_no_zeros():
 @pytest.mark.parametrize("variant, end, change, sentence", [
     ("awq", "layers.1.mlp.down_proj.scales", lambda x: {}, "has model.layers.1.mlp.down_proj.qweight and lacks m"),
     ("nvfp4", "k_proj.weight_global_scale", lambda x: {"weight_global_scale": x[:0]}, "not of a matrix of 32 x 64"),
+    ("mxfp4", "q_proj.weight_scale", lambda x: {"weight_scale": x.half()}, "are not of a matrix of 128 x 64"),
     ("awq", "o_proj.qzeros", lambda x: {"qzeros": x[1:]}, "not of a matrix of 64 x 64"),
     ("compressed", "down_proj.weight_packed", lambda x: {"weight_packed": x.repeat(1, 2)}, "of a matrix of 64 x 96"),
     ("compressed-asym", "down_proj.weight_scale", lambda x: {"weight_scale": x[:, :2]}, "has 2 scales for 96 columns"),
