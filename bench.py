@@ -548,6 +548,57 @@ def turns(llm: LLM, seed: int) -> list[float]:
     return [1000 / rate(lambda: llm.generate([prompt], exactly(1)), 1) for prompt in (first, first + more, others)]
 
 
+def int4(limits: Card, quick: bool) -> None:
+    """Qwen3-8B's shape with matrices in 4 bits, beside bfloat16 in the same run; and its products by both ways."""
+    figures: dict[str, list[float]] = {}
+    for options in ({}, dict(quantization="int4")):
+        llm = random_llm(SHAPES["8B"], max_model_len=9000, **options)
+        size = sum(parameter.nbytes for parameter in llm.runner.model.parameters())
+        figures.setdefault("weights|GB", []).append(size / 1e9)
+        for batch in (1, 8, 64, 256):
+            name = f"decode, batch {batch}, context 512|ms/step"
+            figures.setdefault(name, []).append(decode_ms(llm, batch, 512))
+        prefill_rate(llm, 4, 8000)  # warm up
+        figures.setdefault("prefill, 32 x 8,000|tokens/s", []).append(prefill_rate(llm, 32, 8000))
+        del llm
+    for name, (plain, ours) in figures.items():
+        row(f"8B int4 {name.partition('|')[0]}", ours, name.partition("|")[2],
+            note=f"bfloat16 {_number(plain)}: {ours / plain:.3f} of it")
+    for name, (size_in, size_out) in dict(qkv_proj=(4096, 6144), gate_up_proj=(4096, 24576),
+                                          down_proj=(12288, 4096)).items():
+        for num_rows in (1, 8, 16, 64, 128, 512, 8192):
+            us = product_us(size_in, size_out, num_rows)
+            row(f"8B {name}, {num_rows:,} rows, few-row kernel", us[0], "us",
+                note=f"widened {us[1]:.3g}, bfloat16 {us[2]:.3g}; at the memory's rate "
+                     f"{size_in * size_out * (0.5 + 2 / 128) / limits.copy * 1e6:.3g}")
+
+
+def product_us(size_in: int, size_out: int, num_rows: int) -> list[float]:
+    """Of a product with a matrix in 4 bits: by the kernel for few rows, with the matrix turned into 16 bits before; and
+    with a matrix in 16 bits. Copies of the matrix exceed the L2 cache."""
+    kernels, copies = feature("four_bit_kernels", "int4"), 1 + int(MORE_THAN_L2 // (size_in * size_out / 2))
+    make: Any = partial(torch.randn, device="cuda")
+    x = make(num_rows, size_in, dtype=torch.bfloat16)
+    wide = [make(size_out, size_in, dtype=torch.bfloat16) for _ in range(1 + copies // 4)]
+    kept = [(torch.randint(256, (size_out, size_in // 2), dtype=torch.uint8, device="cuda"),
+             make(size_out, size_in // 128, dtype=torch.float16), None, None) for _ in range(copies)]
+
+    def products(most: int) -> None:
+        with patch.object(kernels, "MOST_ROWS", most):
+            for matrix in kept:
+                kernels.linear(x, *matrix)
+
+    times = []
+    for function, count in ((partial(products, 1 << 20), copies), (partial(products, 0), copies),
+                            (lambda: [torch.matmul(x, one.T) for one in wide], len(wide))):
+        function()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            function()
+        times.append(gpu_seconds(graph.replay) / count * 1e6)
+    return times
+
+
 def experts_chosen(llm: LLM, batch: int, context: int = 512) -> float:
     """The number of experts that the tokens of a decode step choose, on average over the layers."""
     chosen: list[int] = []
@@ -950,8 +1001,8 @@ def machine() -> str:
 
 ANYWHERE: list[Callable[..., None]] = [scheduler, fragmentation, batching, server]
 ON_CUDA: list[Callable[..., None]] = [start, attention, paging, delta, decode, throughput, shared, latency, large,
-                                      windows, experts, gpt_oss, hybrid, structured, drafts, simulate, data_parallel,
-                                      tensor_parallel, parallel_sizes]
+                                      windows, experts, gpt_oss, int4, hybrid, structured, drafts, simulate,
+                                      data_parallel, tensor_parallel, parallel_sizes]
 QUICK = {"scheduler", "fragmentation", "batching", "server", "attention", "decode"}
 
 

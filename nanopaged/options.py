@@ -83,8 +83,9 @@ OPTIONS = dict(
     attention=Option("auto", str, "triton (kernel.py's kernel) or torch"),
     kv_cache_dtype=_choice("fp8: a byte per number, so twice the tokens of 16 bits", "auto", "fp8", "fp8_e4m3",
                            feature="fp8_cache"),
-    quantization=Option(None, str, "fp8: matrices in 8 bits, of an ordinary checkpoint, too [as they are stored]",
-                        lambda x: x == "fp8", "'fp8', or None for weights as they are stored", "fp8"),
+    quantization=Option(None, str, "fp8: matrices in 8 bits, of an ordinary checkpoint, too; int4: in 4 bits, of an "
+                        "ordinary checkpoint only [as they are stored]", lambda x: x in ("fp8", "int4"),
+                        "'fp8', 'int4', or None for weights as they are stored"),
     block_size=_number(None, "token slots of a block [64 on CUDA, 16 on a CPU]", int, 1, MOST_TOKENS),
     num_blocks=_number(None, "blocks of the pool [what fits in gpu_memory_utilization of the card; on a CPU 1 GiB or "
                        "max_num_seqs full sequences, whichever is less]", int, 1, MOST_TOKENS),

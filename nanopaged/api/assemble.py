@@ -46,7 +46,8 @@ def make_runners(options: Any, config: model.ModelConfig, path: Path,
         feature("kinds.recurrent", "a model with recurrent states").check(options)
     option = "tensor_parallel_size" if num_ranks > 1 else "data_parallel_size"
     devices = pick_devices(options.device, vars(options)[option], option)
-    if options.quantization or config.fp8:
+    in_4_bits = config.four_bits or options.quantization == "int4"
+    if config.fp8 and not in_4_bits or options.quantization == "fp8":
         fp8 = feature("fp8", "a checkpoint in FP8").keeps_8_bits(options.quantization, options.dtype, config, devices,
                                                                  num_ranks)
     runners: list[Runner] = []
@@ -56,8 +57,8 @@ def make_runners(options: Any, config: model.ModelConfig, path: Path,
             kind = runner_class([feature("kinds.device", "a model with layers of several kinds").KindsRunner, kind])
         if config.states:
             kind = runner_class([feature("kinds.recurrent", "a model with recurrent states").StatesRunner, kind])
-        if config.four_bits:
-            modules = feature("four_bits", "a checkpoint in 4 bits").with_four_bits(options, config, modules, device)
+        if in_4_bits:
+            modules = feature("four_bits", "a model in 4 bits").with_four_bits(options, config, modules, device, path)
         if fp8:
             modules = feature("fused", "quantization").with_fp8(modules)
         parts: Any = config, options, device, kernels, modules, fp8, num_more_rows
@@ -124,9 +125,8 @@ def read(options: Any, config: model.ModelConfig, path: Path, runner: Runner) ->
         tensors = read_ordinary(path)
         if config.sinks:
             tensors = feature("gpt_oss", "a model with sinks").split_experts(tensors)
-    if config.four_bits:
-        keep = getattr(runner.modules.mlp, "four_bits", False)
-        tensors = feature("four_bits", "a checkpoint in 4 bits").read_weights(tensors, keep, runner.device)
+    if config.four_bits or options.quantization == "int4":
+        tensors = feature("four_bits", "a model in 4 bits").read(tensors, runner)
     if runner.fp8:  # with the names that say which matrices are cut
         return feature("fp8", "quantization").in_fp8(unmerge(tensors, config), runner.device)
     return tensors

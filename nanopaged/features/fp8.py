@@ -55,7 +55,8 @@ def read_form(quantization: Any) -> str:
     if not is_fp8:
         words = " ".join(str(given[key]).upper() for key in ("quant_method", "format", "fmt") if given.get(key))
         raise ValueError(f"the checkpoint is quantised with {words or 'an unnamed method':.80}; use one with float32, "
-                         "float16 or bfloat16 weights, or with FP8 weights (e4m3, a scale for each tensor, channel or "
+                         "float16 or bfloat16 weights, with weights in 4 bits (AWQ, GPTQ, NVFP4, compressed-tensors' "
+                         "pack-quantized), or with FP8 weights (e4m3, a scale for each tensor, channel or "
                          "block of 128 x 128; quant_method 'fp8', or 'compressed-tensors' with 'float-quantized')")
     return "block" if "block" in strategies else "channel"
 

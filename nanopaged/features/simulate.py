@@ -506,8 +506,9 @@ class Study:
         self.path = find_checkpoint(model, self.options.revision, read_config, True, self.options.hf_token,
                                     self.options.download_dir)
         self.config = read_model_config(read_config(self.path) | (self.options.hf_overrides or {}))
-        if self.config.fp8:
-            raise ValueError("a simulation knows no times of steps with weights in FP8; give a model in 16 bits")
+        if self.config.fp8 or self.config.four_bits not in (None, "mxfp4"):
+            raise ValueError("a simulation knows no times of steps with weights in FP8 or 4 bits; give a model in 16 "
+                             "bits")
         self.config.torch_dtype = pick_dtype(self.options.dtype, self.config.torch_dtype, Device.device)
         self.llm = self.on(self.options.data_parallel_size)
 

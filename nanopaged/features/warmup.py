@@ -33,7 +33,8 @@ def feature_forms(r: Any) -> Iterator[Callable[[], Any]]:
     for name, is_there in {"cascade": getattr(r, "cascade", None), "fused": is_fused, "fp8": r.fp8,
                            "pick": r.pick is not pick, "fused_experts": is_fused and r.config.experts,
                            "kinds.slots": r.config.groups, "qwen3_5": is_fused and r.config.output_gate,
-                           "delta_kernels": getattr(r, "state_kernels", None)}.items():
+                           "delta_kernels": getattr(r, "state_kernels", None),
+                           "four_bit_kernels": hasattr(r.modules.linear, "plan")}.items():
         if is_there:
             yield from feature(name, "the model").kernel_forms(r)
 

@@ -8,9 +8,9 @@ float32 logits `logits.i` [length, vocab] of every prompt position, and the gree
 stop at EOS). The weights are random but loud: attention, positions, norms and biases all move the logits, so that an
 engine that gets one of them wrong gives other tokens. A seed is kept only if the best logit leads the second by a clear
 gap at every step, so that rounding cannot change the tokens. Multimodal checkpoints have a small vision tower, which no
-text reaches. Those whose names end in -stacked have the tensors of transformers 5 (save_original_format=False).
+text reaches. Those whose names end in -stacked have the tensors of transformers 5 (save_original_format=False). Those in int4 have weights of 4 bits (make_int4.py, which needs `compressed-tensors`).
 
-This is the one file of the project that needs `transformers` and `safetensors`; nothing else imports it. Two tests
+These are the only files of the project that need `transformers` and `safetensors`; nothing else imports them. Two tests
 compare with these packages where they are installed.
 
     python nanopaged/golden/make_models.py [VARIANT ...]
@@ -23,6 +23,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import make_int4
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -191,6 +192,8 @@ def random_state_dict(directory, seed):
             model.tie_weights()
             model.save_pretrained(folder, save_original_format=not directory.name.endswith(STACKED))
             weights = load_file(Path(folder, "model.safetensors"))
+    if directory.parent.name == "int4":
+        return make_int4.quantize(read_json(directory / "config.json")["quantization_config"], weights)
     if directory.name == "qwen3-vl-moe":  # its published experts are [experts, in, out], which transformers 5 turns
         weights = {name: weight.transpose(1, 2).contiguous() if ".experts." in name else weight
                    for name, weight in weights.items()}
@@ -212,8 +215,18 @@ def in_mxfp4(weights, generator):
 
 
 def load_reference(directory):
-    """The checkpoint in `transformers`, in float32 whatever its stored dtype. Refuses weights that do not fit it."""
-    is_quantized = "quantization_config" in read_json(Path(directory, "config.json"))
+    """The checkpoint in `transformers`, in float32 whatever its stored dtype. Refuses weights that do not fit it. Of
+    those in int4 the weights are dequantised before."""
+    config = read_json(Path(directory, "config.json"))
+    is_quantized = config.get("quantization_config") is not None
+    if is_quantized and config["quantization_config"]["quant_method"] != "mxfp4":
+        with tempfile.TemporaryDirectory() as other:
+            weights = load_file(Path(directory, "model.safetensors"))
+            weights = make_int4.dequantize(config["quantization_config"], weights)
+            save_file({name: weight.contiguous() for name, weight in weights.items()}, Path(other, "model.safetensors"),
+                      metadata={"format": "pt"})
+            write_json(Path(other, "config.json"), config | {"quantization_config": None})
+            return load_reference(other)
     model, report = auto_class(AutoConfig.from_pretrained(directory)).from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager", output_loading_info=True,
         quantization_config=Mxfp4Config(dequantize=True) if is_quantized else None)
@@ -318,7 +331,8 @@ def make_reference(directory, output, length, prompts):
 
 
 def main():
-    variants = sorted(file.parent.name for file in HERE.glob("*/config.json"))
+    variants = sorted(str(file.parent.relative_to(HERE)) for place in ("*", "int4/*")
+                      for file in HERE.glob(f"{place}/config.json"))
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("variants", nargs="*", metavar="VARIANT", help=f"all unless given: {', '.join(variants)}")
     parser.add_argument("--reference", nargs=3, metavar=("DIR", "FILE", "PROMPTS"),

@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 
 import kernel
 from nanopaged import tiles
-from nanopaged.features import cascade, delta_kernels, four_bits, fused, fused_experts, pick
+from nanopaged.features import cascade, delta_kernels, four_bit_kernels, four_bits, fused, fused_experts, pick
 from nanopaged.features import hopper as hopper_file
 from nanopaged.features.fp8 import quantize_rows_kernel
 from nanopaged.features.kinds.slots import group_slots_kernel
@@ -154,6 +154,9 @@ def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
     keeps = (capability // 10, capability % 10) >= four_bits.LEAST_CAPABILITY.get(dtype, (99, 0))
     for act, num_tokens in itertools.product(("swigluoai", ""), (1, 64, 8192)) if keeps else ():
         yield partial(experts, capability, dtype, act, num_tokens, torch.uint8, routed | dict(bias=f"*{TYPES[dtype]}"))
+    for kind, group, scale in (("int4", 128, f"*{TYPES[dtype]}"), ("nvfp4", 16, "*u8"), ("mxfp4", 32, "*u8")):
+        yield from (partial(in_4_bits, capability, dtype, kind, group, scale, rows) for rows in (
+            (1, 64, 8192) if dtype.itemsize == 2 else (8192,)))
     route = dict(EXPERTS=40, COLUMNS=48, PADDED=64, TOP_K=6, CHOICES=8, NORMALIZED=True, COUNT=4)
     plain = dict(SIGMOID=0.0, bias=None)
     for shared, more, types in ((False, plain, {}), (True, plain, {}), (False, dict(SIGMOID=1.5), dict(bias="*fp32"))):
@@ -170,6 +173,24 @@ def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
     yield partial(compile_kernel, pick.pick_kernel, dict(TILE=2048), dtype, capability, temperature="*fp32",
                   seed="*i64", position="*i64", **picked)
     yield partial(compile_kernel, pick.best_of_tiles_kernel, dict(TILES=128), dtype, capability, 1, **picked)
+
+
+def in_4_bits(capability: int, dtype: torch.dtype, kind: str, group: int, scale: str, num_rows: int):
+    """A product with a matrix in 4 bits. Gated, integers have zeros."""
+    memory, is_int = SHARED_MEMORY[capability] * 1024, kind == "int4"
+    constants = dict(SIZE=12288, GROUPS=12288 // group, KIND=kind, ZEROS=is_int, ROW_SCALE=kind == "nvfp4")
+    types = dict(weight="*u8", scale=scale, zero="*u8", row_scale="*fp32")
+    if num_rows > four_bit_kernels.MOST_ROWS:
+        constants |= dict(ROWS=32, TILE=four_bit_kernels.TILE)
+        compile_kernel(four_bit_kernels.widen_kernel, constants, dtype, capability, **types)
+        return
+    for gated in (False, True):
+        form = four_bit_kernels.few_rows_form(group, max(8, num_rows), gated, dtype.itemsize, memory)
+        warps, more = form.pop("num_warps"), dict(
+            PART=3072, PADDED=max(8, num_rows), BIAS=not gated, GATED=gated, ACTIVATION="silu" if gated else "")
+        compiled = compile_kernel(four_bit_kernels.few_rows_kernel, constants | form | more, dtype, capability, warps,
+                                  **types)
+        assert compiled.metadata.shared <= memory, (compiled.metadata.shared, form)
 
 
 def experts(capability: int, dtype: torch.dtype, act: str, num_tokens: int, kind: torch.dtype, types: dict):

@@ -82,8 +82,10 @@ def test_the_tokenizer_of_random_words_is_one(tmp_path):
 def test_bench_knows_the_rows_that_it_has_peers_for(monkeypatch):
     """A row whose name has changed would lose its peer."""
     names, metrics = [], SimpleNamespace(mean_acceptance_length=1.0)
+    weights = SimpleNamespace(parameters=lambda: [SimpleNamespace(nbytes=1)])
     llm = SimpleNamespace(generate=lambda *_: None, drafting=SimpleNamespace(metrics=metrics),
-                          runner=SimpleNamespace(cascade=None), scheduler=SimpleNamespace(max_num_seqs=1))
+                          runner=SimpleNamespace(cascade=None, model=weights),
+                          scheduler=SimpleNamespace(max_num_seqs=1))
     monkeypatch.setattr(bench, "row", lambda name, *_, **__: names.append(name))
     monkeypatch.setattr(bench, "random_llm", lambda *_, **__: llm)
     monkeypatch.setattr(bench, "random_prompts", lambda *_: [[0]])
@@ -92,6 +94,7 @@ def test_bench_knows_the_rows_that_it_has_peers_for(monkeypatch):
                  "first_token_after", "experts_chosen"):
         monkeypatch.setattr(bench, name, lambda *_, **__: 1.0)
     monkeypatch.setattr(bench, "step_times", lambda *_, **__: [1.0] * 3)
+    monkeypatch.setattr(bench, "product_us", lambda *_: [1.0] * 3)
     monkeypatch.setattr(bench, "rate_and_host_ms", lambda *_: (1.0, 1.0))
     monkeypatch.setattr(bench, "tokens_per_second", lambda *_: 1.0)
     monkeypatch.setattr(bench, "calibrated", lambda limits, *_: limits)

@@ -52,7 +52,7 @@ LLAMA = dict(architectures=["LlamaForCausalLM"], vocab_size=100, hidden_size=32,
                          "Mistral3ForConditionalGeneration": {"model_type": "mistral4"}}.items()),
     *((dict(architectures=["GraniteMoeHybridForCausalLM"], layer_types=["mamba"], **change), "no layer with attention")
       for change in ({}, dict(num_local_experts=0))),
-    (dict(quantization_config={"quant_method": "gptq"}), "quantised with GPTQ; use one with float32, float16 or"),
+    (dict(quantization_config={"quant_method": "hqq"}), "quantised with HQQ; use one with float32, float16 or"),
     (dict(rope_scaling={"rope_type": "yarn", "factor": 4}), "'yarn' needs original_max_position_embeddings"),
     (dict(rope_scaling={"rope_type": "cubic"}), "rope type 'cubic' is not supported; supported are default, linear, "),
     (dict(architectures=["Ministral3ForCausalLM"], rope_parameters=dict(rope_type="default", llama_4_scaling_beta=0.1)),

@@ -273,12 +273,11 @@ def test_tensors_and_a_quantization_config_without_each_other(tmp_path):
 
 
 @pytest.mark.parametrize("quantization, name", [
-    ({"quant_method": "gptq", "bits": 4}, "GPTQ"), ({"quant_method": "awq"}, "AWQ"), ("awq", "AWQ"),
+    ("awq", "AWQ"),
     ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "BITSANDBYTES"),
     *((one, "an unnamed method") for one in ({}, [], {"quant_method": []})),
     (QWEN3 | dict(fmt="e5m2"), "FP8 E5M2"), (QWEN3 | dict(weight_block_size=[1, 32]), "FP8 E4M3"),
     (compressed("channel", type="int") | dict(format="int-quantized"), "COMPRESSED-TENSORS INT-QUANTIZED"),
-    (compressed("group", type="int", num_bits=4) | dict(format="pack-quantized"), "COMPRESSED-TENSORS PACK-QUANTIZED"),
     *((one, "COMPRESSED-TENSORS FLOAT-QUANTIZED") for one in (
         compressed("channel", type="int"), compressed("channel", num_bits=4), compressed("group", group_size=128),
         compressed("block", [64, 64]), compressed("channel") | dict(transform_config={"config_groups": {"R1": {}}}),

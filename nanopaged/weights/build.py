@@ -42,8 +42,8 @@ from nanopaged import model
 from nanopaged.options import feature
 from nanopaged.rope import make_rope_table, rotary_dim
 
-# Small parameters that stay in float32: of weights in FP8, of recurrent layers (delta.py, mamba.py), and of routers
-FLOAT32 = ".scale", ".A_log", ".dt_bias", ".gated_norm", ".expert_bias"
+# Small parameters that stay in float32: of weights in 8 and 4 bits, recurrent layers (delta.py, mamba.py), and routers
+FLOAT32 = ".scale", ".row_scale", ".A_log", ".dt_bias", ".gated_norm", ".expert_bias"
 
 
 def build_model(config: model.ModelConfig, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype,
@@ -53,8 +53,9 @@ def build_model(config: model.ModelConfig, tensors: Iterable[tuple[str, Tensor]]
     holds the weights once. ValueError: too little memory, or what `load_weights` raises."""
     with torch.device("meta"):  # shapes without memory
         built = model.Transformer(config, modules_for(config, modules))
-    types = {parameter: parameter.dtype if parameter.itemsize == 1 else torch.float32 if name.endswith(FLOAT32)
-             else dtype for name, parameter in built.named_parameters()}
+    types = {parameter: parameter.dtype if parameter.dtype is not torch.float32 else
+             torch.float32 if name.endswith(FLOAT32) else dtype
+             for name, parameter in built.named_parameters()}
     size = sum(parameter.numel() * kind.itemsize for parameter, kind in types.items())
     is_cuda = torch.device(device).type == "cuda"
     free = f"{torch.cuda.mem_get_info(device)[0] / 2**30:.1f} GiB free, less" if is_cuda else "less free memory"
@@ -97,7 +98,7 @@ def unmerge(tensors: Iterable[tuple[str, Tensor]], config: model.ModelConfig) ->
     dimensions has the matrices of all experts, [experts, out, in] or [experts, in, out]. Such a part's name has {} in
     place of the expert's number."""
     for name, tensor in tensors:
-        path = re.sub(r"\.(weight|bias|scale)$", "", name)
+        path = re.sub(r"\.(weight|bias|scale|zero|row_scale)$", "", name)
         kind, size = name[len(path):] or ".weight", tensor.shape[-2:]
         module = next((module for module in config.merged if f".{path}".endswith(f".{module}")), "")
         rows = config.merged.get(module, {})

@@ -29,6 +29,7 @@ OPTIONAL_NUMBERS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "msc
                     "llama_4_scaling_beta")
 STRETCHED = {"yarn": "original_max_position_embeddings", "dynamic": "max_position_embeddings",
              "linear": "max_position_embeddings"}  # the trained length
+FOUR_BITS = "(mxfp4|awq|gptq|modelopt) |compressed-tensors .*pack-quantized$"  # method and format, of four_bits.py
 SLIDING, FULL = "sliding_attention", "full_attention"  # kinds of layers
 # The largest that a config.json may name: several times those of any model, and no product overflows 64 bits.
 MOST = dict(vocab_size=2**24, hidden_size=2**20, num_layers=2**10, num_heads=2**12, num_kv_heads=2**12, head_dim=2**12,
@@ -46,8 +47,9 @@ def read_model_config(hf: dict[str, Any]) -> model.ModelConfig:
         file, name = OF_FEATURES[architecture].split(".")
         read = vars(feature(file, f"a model of the architecture {architecture}"))[name]
     fp8, four_bits, quantized = None, None, hf.get("quantization_config")
-    if isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4":
-        four_bits = feature("four_bits", "a checkpoint in MXFP4").read_form(architecture)
+    given = quantized if isinstance(quantized, dict) else {}
+    if re.match(FOUR_BITS, f"{given.get('quant_method')} {given.get('format')}"):
+        four_bits = feature("four_bits", "a checkpoint in 4 bits").read_form(architecture, given)
     elif quantized is not None:
         fp8 = feature("fp8", "a checkpoint with a quantization_config").read_form(quantized)
     try:
