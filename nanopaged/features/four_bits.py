@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanopaged import model, tiles
+from nanopaged import model
 from nanopaged.device.choices import pick_dtype
-from nanopaged.features.fused_experts import load_part
-from nanopaged.optional_triton import jit, tl
+from nanopaged.features import four_bit_experts
 
 GROUP = 32  # weights that have one scale
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -85,6 +84,7 @@ def read_weights(tensors: Iterable[tuple[str, Tensor]], keep: bool,
 
 
 def as_tensors(name: str, weight: Tensor, scale: Tensor) -> list[tuple[str, Tensor]]:
+    weight, scale = four_bit_experts.order(weight, scale)
     return [(name, weight), (name.removesuffix("weight") + "scale", scale)]
 
 
@@ -109,47 +109,19 @@ def cut(x: Tensor) -> tuple[Tensor, Tensor]:
 # --------------------------------------------------------------------------------------------------
 
 class FourBitLinear(nn.Module):
-    """Where a matrix is. fused_experts.py computes the products."""
+    """Where a matrix is. four_bit_experts.py computes the products."""
 
     def __init__(self, size_in: int, size_out: int, bias: bool) -> None:
         super().__init__()
+        size = -(-size_in // 64) * 64
         self.weight, self.scale = (nn.Parameter(torch.empty(size_out, size, dtype=torch.uint8), requires_grad=False)
-                                   for size in (size_in // 2, size_in // GROUP))
+                                   for size in (size // 2, size // GROUP))
         self.bias = nn.Parameter(torch.empty(size_out)) if bias else None
 
 
 class FourBitMLP(model.MLP):
     """An expert."""
-    four_bits = True
+    four_bits = four_bit_experts
 
     def __init__(self, config: model.ModelConfig, index: int, modules: model.Modules) -> None:
         super().__init__(config, index, modules._replace(linear=FourBitLinear, residual_linear=FourBitLinear))
-
-
-def experts_form(num_rows: int, top_k: int, count: int, shared_memory: int) -> dict[str, Any]:
-    """`fused_experts.experts_form` for weights in 4 bits. A tile of many columns widens a weight for more products."""
-    mean, is_large = num_rows * top_k / count, shared_memory > tiles.LARGE_SHARED_MEMORY
-    most = 128 if is_large and mean >= 128 else 64
-    columns = 8 if num_rows <= 8 else min(most, max(16, tiles.next_power_of_2(int(2 * mean))))
-    rows, tile, stages, warps = (64, 128, 4, 4) if columns <= 16 else (128 if is_large else 64, 64, 3, 8)
-    return dict(ROWS=rows, COLUMNS=columns, TILE=tile, STAGES=stages, num_warps=warps, PRODUCTS=products)
-
-
-@jit
-def products(sums, up_sums, x_at, weight, scale, row, OUT: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
-             STAGES: tl.constexpr, FIRST: tl.constexpr):
-    """The loop of experts_kernel: `sums` and `up_sums` [ROWS, COLUMNS] of rows of a weight."""
-    FORMAT: tl.constexpr = "bf16" if x_at.dtype.element_ty == tl.bfloat16 else "fp16"
-    i, byte, group = tl.arange(0, TILE), tl.arange(0, TILE // 2), tl.arange(0, TILE // 32)
-    x_at, weight, scale = x_at + i[:, None], weight + row[:, None] * (SIZE // 2), scale + row[:, None] * (SIZE // 32)
-    for k in tl.range(0, SIZE, TILE, num_stages=STAGES):
-        factors = load_part(x_at + k, k + i[:, None], SIZE, TILE)
-        at, scale_at = k // 2 + byte[None, :], k // 32 + group[None, :]
-        gate = load_part(weight + at, at, SIZE // 2, TILE // 2)
-        gate_scale = load_part(scale + scale_at, scale_at, SIZE // 32, TILE // 32)
-        sums = tl.dot_scaled(gate, gate_scale, "e2m1", factors, None, FORMAT, sums, fast_math=True)
-        if FIRST:
-            up = load_part(weight + OUT * (SIZE // 2) + at, at, SIZE // 2, TILE // 2)
-            up_scale = load_part(scale + OUT * (SIZE // 32) + scale_at, scale_at, SIZE // 32, TILE // 32)
-            up_sums = tl.dot_scaled(up, up_scale, "e2m1", factors, None, FORMAT, up_sums, fast_math=True)
-    return sums, up_sums

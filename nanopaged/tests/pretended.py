@@ -1,4 +1,6 @@
 """What stands in for a GPU's parts on a CPU: the small kernels in torch, and the padding of recorded steps."""
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
@@ -39,8 +41,8 @@ class PlainKernels:
     @staticmethod
     def fused_add_norm(x, residual, weight, bias, eps):
         for part in x if isinstance(x, tuple) else (x,):
-            for partial in part if part.dim() == 3 else [part]:
-                residual = residual + partial
+            for one in part if part.dim() == 3 else [part]:
+                residual = residual + one
         return normalize(residual, weight, bias, eps), residual
 
     @staticmethod
@@ -53,9 +55,10 @@ class PlainKernels:
         return y if out is None else out.copy_(y)
 
     @staticmethod
-    def mix_experts(x, logits, gate_up, down, top_k, normalized, activation, *scales, biases=()):
-        widen = four_bits.widen if gate_up.dtype is torch.uint8 else fp8_weight
+    def mix_experts(x, logits, gate_up, down, top_k, normalized, activation, *scales, biases=(), four_bits=None):
+        widen = partial(widen_words, four_bits) if four_bits else fp8_weight
         gate_up, down = map(widen, (gate_up, down), scales) if scales else (gate_up, down)
+        gate_up, down = gate_up[..., :x.shape[1]], down[..., :gate_up.shape[1] // 2]
         logits = logits.float() if logits.dim() == 2 else logits.float().sum(0)
         scores, chosen = F.softmax(logits, dim=1).topk(top_k)
         scores = scores / scores.sum(1, keepdim=True) if normalized else scores
@@ -64,6 +67,10 @@ class PlainKernels:
         out = torch.einsum("tnji,tni->ntj", down[chosen].to(x.dtype), hidden)
         out = out + biases[1][chosen].transpose(0, 1) if biases else out
         return (out * scores.T[:, :, None]).to(x.dtype)
+
+
+def widen_words(home, weight, scale):
+    return four_bits.widen(home.order_codes(weight), scale)
 
 
 def plain_kernels():
