@@ -60,12 +60,11 @@ def order_codes(weight: Tensor) -> Tensor:
 
 
 def experts_form(num_rows: int, top_k: int, count: int, shared_memory: int) -> dict[str, Any]:
-    """`fused_experts.experts_form` for weights in 4 bits."""
-    mean = num_rows * top_k / count
-    columns = min(64, max(16, tiles.next_power_of_2(int(mean))))
-    warps = 8 if columns == 64 else 4
-    rows = 64 if shared_memory <= tiles.LARGE_SHARED_MEMORY or num_rows <= 8 else 128
-    return dict(ROWS=rows, COLUMNS=columns, TILE=TILE, STAGES=3, num_warps=warps, PRODUCTS=products)
+    """`fused_experts.experts_form` for weights in 4 bits. (H200, gpt-oss-20b's shape)"""
+    columns = 8 if num_rows <= 8 else 16 if num_rows * top_k <= 8 * count else 32
+    is_large, warps = shared_memory > tiles.LARGE_SHARED_MEMORY, {8: 2, 16: 4, 32: 8}[columns]
+    return dict(ROWS=128 if is_large and columns > 8 else 64, COLUMNS=columns, TILE=TILE, STAGES=3, num_warps=warps,
+                PRODUCTS=products)
 
 
 def are_many(num_rows: int, top_k: int, count: int) -> bool:
@@ -83,14 +82,12 @@ def widen(weight: Tensor, scale: Tensor, size: int, dtype: torch.dtype) -> Tenso
 @jit
 def widen_kernel(weight, scale, out, num_blocks, BLOCKS: tl.constexpr, PDL: tl.constexpr):
     """Grid (BLOCKS blocks of 64 columns,). Waits before it writes: the previous product may still read `out`."""
-    block, i = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS), tl.arange(0, 8)
-    exists = (block < num_blocks)[:, None]
-    words = tl.load(weight.to(tl.pointer_type(tl.int32)) + block[:, None] * 8 + i[None, :], mask=exists, other=0)
-    scale = tl.load(scale + block[:, None] * 2 + i[None, :] // 4, mask=exists, other=0)
-    numbers = _number(words[:, None, :] >> 4 * i[None, :, None], scale[:, :, None])
+    block, column = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS), tl.arange(0, 64)[None, :]
+    block, exists = block[:, None], (block < num_blocks)[:, None]
+    words = tl.load(weight.to(tl.pointer_type(tl.int32)) + block * 8 + column % 8, mask=exists, other=0)
+    numbers = _number(words >> column // 8 * 4, tl.load(scale + block * 2 + column // 32, mask=exists, other=0))
     kernel.wait_for_previous_kernel(PDL)
-    at = out + block[:, None, None] * 64 + 8 * i[None, :, None] + i[None, None, :]
-    tl.store(at, numbers.to(out.dtype.element_ty), mask=exists[:, :, None])
+    tl.store(out + block * 64 + column, numbers.to(out.dtype.element_ty), mask=exists)
 
 
 @jit
