@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from nanopaged import kernel, model, tiles
 from nanopaged.features import fused
+from nanopaged.features.four_bit_experts import PRODUCTS
 from nanopaged.optional_triton import jit, launch_options, tl
 from nanopaged.tiles import cdiv
 
@@ -84,8 +85,8 @@ class MLP4(fused.FusedMLP):
 
 
 class ExpertsMLP4(MLP4):
-    """Also an expert in MXFP4: fused_experts.py computes its products."""
-    four_bits = True
+    """Also an expert in MXFP4."""
+    four_bits = PRODUCTS
 
 
 def has_few_rows(x: Tensor) -> bool:

@@ -19,8 +19,7 @@ A GPU keeps this, and four_bit_kernels.py computes the products. Elsewhere weigh
 while they are read (`widen`). The tensors themselves tell which matrices have 4 bits, and how large groups are, so
 config.json's lists of layers are not read. Activations keep the engine's type.
 
-Experts keep MXFP4: the loop of experts_kernel reads codes and scales, and the compiler turns a tile into 16-bit numbers
-in registers, in front of the tensor cores.
+Experts keep MXFP4, in another order of a row's codes: four_bit_experts.py.
 """
 import itertools
 import re
@@ -33,11 +32,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nanopaged import model, tiles
+from nanopaged import model
 from nanopaged.device.choices import pick_dtype
+from nanopaged.features.four_bit_experts import PRODUCTS, as_words
 from nanopaged.features.four_bit_kernels import MLP4, ExpertsMLP4, Form, Linear4, SplitLinear4
-from nanopaged.features.fused_experts import load_part
-from nanopaged.optional_triton import jit, tl, triton
+from nanopaged.optional_triton import triton
 from nanopaged.tiles import cdiv
 from nanopaged.weights.build import PREFIXES, checkpoint_tensors, modules_for, unmerge
 from nanopaged.weights.checkpoint import read_tensors
@@ -47,7 +46,7 @@ CUT_GROUPS = 128, 64, 32  # of quantization="int4": the first one that divides a
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # where 32 bits of AWQ have columns 0 to 7
 EIGHTS = {"awq": -0x77777778, "gptq": 0x77777777, "gptq_v2": -0x77777778}  # eight zeros of symmetric integers
-LEAST_CAPABILITY = {torch.bfloat16: (8, 0), torch.float16: (8, 9)}  # of a GPU for which tl.dot_scaled compiles
+LEAST_CAPABILITY = {torch.bfloat16: (8, 0), torch.float16: (8, 0)}  # of a GPU, for experts in MXFP4
 PACKED = "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"  # formats of compressed-tensors
 CODES = "weight_packed", "qweight", "weight"  # ends of tensors' names; and of those beside them
 BESIDE = ("weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale", "weight_scale_2",
@@ -119,7 +118,7 @@ def has_products(device: torch.device) -> bool:
 
 
 def has_scaled_products(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether experts can keep MXFP4, by tl.dot_scaled."""
+    """Whether experts can keep MXFP4 (four_bit_experts.py)."""
     least = LEAST_CAPABILITY.get(dtype)
     return bool(least) and torch.cuda.get_device_capability(device) >= least
 
@@ -225,6 +224,8 @@ class Plan:
     def given(self, name: str, origin: str, parts: Parts) -> Iterator[tuple[str, Tensor]]:
         """A matrix in our layout as tensors of the model."""
         if origin in self.kept:
+            if ".experts." in name:
+                parts = dict(zip(("weight", "scale"), as_words(parts["weight"], parts["scale"])))
             yield from ((name.removesuffix("weight") + kind, part) for kind, part in parts.items())
         else:
             wide, order = widen(**parts), self.matrices[origin].form.order
@@ -237,10 +238,13 @@ class Maker:
     def __init__(self, plan: Plan, other: Any, kept: type[Linear4], device: torch.device) -> None:
         self.plan, self.other, self.kept, self.device = plan, other, kept, device
 
-    def __call__(self, size_in: int, size_out: int, bias: bool) -> model.Linear:
-        form = self.plan.forms[next(self.plan.next_path)]
+    def __call__(self, size_in: int, size_out: int, bias: bool) -> nn.Module:
+        path = next(self.plan.next_path)
+        form = self.plan.forms[path]
         if form is None:
             return self.other(size_in, size_out, bias=bias)
+        if ".experts." in path:
+            return FourBitLinear(size_in, size_out, bias)
         order = None if form.order is None else form.order.to(self.device)
         return self.kept(size_in, size_out, bias, form._replace(order=order))
 
@@ -387,6 +391,7 @@ def read_weights(tensors: Iterable[tuple[str, Tensor]], keep: bool,
 
 
 def as_tensors(name: str, weight: Tensor, scale: Tensor) -> list[tuple[str, Tensor]]:
+    weight, scale = as_words(weight, scale)
     return [(name, weight), (name.removesuffix("weight") + "scale", scale)]
 
 
@@ -413,51 +418,23 @@ def cut(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # --------------------------------------------------------------------------------------------------
-# gpt-oss: on a GPU
+# Experts on a GPU
 # --------------------------------------------------------------------------------------------------
 
 class FourBitLinear(nn.Module):
-    """Where a matrix is. fused_experts.py computes the products."""
+    """Where a matrix is. four_bit_experts.py computes the products."""
 
     def __init__(self, size_in: int, size_out: int, bias: bool) -> None:
         super().__init__()
+        size = -(-size_in // 64) * 64
         self.weight, self.scale = (nn.Parameter(torch.empty(size_out, size, dtype=torch.uint8), requires_grad=False)
-                                   for size in (size_in // 2, size_in // GROUP))
+                                   for size in (size // 2, size // GROUP))
         self.bias = nn.Parameter(torch.empty(size_out)) if bias else None
 
 
 class FourBitMLP(model.MLP):
     """An expert."""
-    four_bits = True
+    four_bits = PRODUCTS
 
     def __init__(self, config: model.ModelConfig, index: int, modules: model.Modules) -> None:
         super().__init__(config, index, modules._replace(linear=FourBitLinear, residual_linear=FourBitLinear))
-
-
-def experts_form(num_rows: int, top_k: int, count: int, shared_memory: int) -> dict[str, Any]:
-    """`fused_experts.experts_form` for weights in 4 bits. A tile of many columns widens a weight for more products."""
-    mean, is_large = num_rows * top_k / count, shared_memory > tiles.LARGE_SHARED_MEMORY
-    most = 128 if is_large and mean >= 128 else 64
-    columns = 8 if num_rows <= 8 else min(most, max(16, tiles.next_power_of_2(int(2 * mean))))
-    rows, tile, stages, warps = (64, 128, 4, 4) if columns <= 16 else (128 if is_large else 64, 64, 3, 8)
-    return dict(ROWS=rows, COLUMNS=columns, TILE=tile, STAGES=stages, num_warps=warps, PRODUCTS=products)
-
-
-@jit
-def products(sums, up_sums, x_at, weight, scale, row, OUT: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
-             STAGES: tl.constexpr, FIRST: tl.constexpr):
-    """The loop of experts_kernel: `sums` and `up_sums` [ROWS, COLUMNS] of rows of a weight."""
-    FORMAT: tl.constexpr = "bf16" if x_at.dtype.element_ty == tl.bfloat16 else "fp16"
-    i, byte, group = tl.arange(0, TILE), tl.arange(0, TILE // 2), tl.arange(0, TILE // 32)
-    x_at, weight, scale = x_at + i[:, None], weight + row[:, None] * (SIZE // 2), scale + row[:, None] * (SIZE // 32)
-    for k in tl.range(0, SIZE, TILE, num_stages=STAGES):
-        factors = load_part(x_at + k, k + i[:, None], SIZE, TILE)
-        at, scale_at = k // 2 + byte[None, :], k // 32 + group[None, :]
-        gate = load_part(weight + at, at, SIZE // 2, TILE // 2)
-        gate_scale = load_part(scale + scale_at, scale_at, SIZE // 32, TILE // 32)
-        sums = tl.dot_scaled(gate, gate_scale, "e2m1", factors, None, FORMAT, sums, fast_math=True)
-        if FIRST:
-            up = load_part(weight + OUT * (SIZE // 2) + at, at, SIZE // 2, TILE // 2)
-            up_scale = load_part(scale + OUT * (SIZE // 32) + scale_at, scale_at, SIZE // 32, TILE // 32)
-            up_sums = tl.dot_scaled(up, up_scale, "e2m1", factors, None, FORMAT, up_sums, fast_math=True)
-    return sums, up_sums

@@ -32,6 +32,11 @@ class FusedExperts(Experts):
     """Returns partial products [n, T, D], as fused.py's `Sum` has them: of each choice, and of the shared expert."""
     router_class = fused.SplitLinear
 
+    @property
+    def four_bits(self) -> Any:
+        """What computes products of such weights (four_bit_experts.py); None: they have more bits."""
+        return getattr(self.experts[0], "four_bits", None)
+
     def forward(self, x: Tensor) -> Tensor:
         e, whole = self.settings, self.whole
         scales, biases = ([whole[name] for name in (f"gate_up_proj.{kind}", f"down_proj.{kind}") if name in whole]
@@ -39,7 +44,7 @@ class FusedExperts(Experts):
         logits = self.router(x)
         out = mix_experts(x, logits, whole["gate_up_proj.weight"], whole["down_proj.weight"], e["top_k"],
                           e["normalized"], self.activation, *scales, biases=biases, has_shared=self.joins_shared,
-                          sigmoid=e["sigmoid"], expert_bias=self.expert_bias)
+                          sigmoid=e["sigmoid"], expert_bias=self.expert_bias, four_bits=self.four_bits)
         if self.shared is None or self.joins_shared:
             return out
         logits = logits.float() if logits.dim() == 2 else logits.float().sum(0)
@@ -59,15 +64,15 @@ def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
     memory = tiles.shared_memory(device)
     counts, pairs = make(total, dtype=torch.int32).zero_(), make(0, dtype=torch.int32)
     weight, scale = make(0, dtype=FP8 if r.fp8 else dtype), make(0, dtype=torch.float32) if r.fp8 else None
-    if getattr(r.modules.mlp, "four_bits", False):
+    if four_bits := getattr(r.modules.mlp, "four_bits", None):
         weight = scale = make(0, dtype=torch.uint8)
     for size, act, out in ((c.hidden_size, activation, e["size"]), (e["size"], "", c.hidden_size)):
-        forms = {tuple(experts_form(n, chosen, total, act != "", weight.dtype, memory).items()): n
+        forms = {tuple(experts_form(n, chosen, total, act != "", weight.dtype, memory, four_bits).items()): n
                  for n in (2**i for i in reversed(range(20)))}  # the fewest tokens of each form
         for n in forms.values():
             routed = make(chosen, n, dtype=torch.float32), counts, pairs
             yield partial(experts_product, make(0, size), weight, *routed, make(0, out), act, scale,
-                          make(0) if c.mlp_bias else None)
+                          make(0) if c.mlp_bias else None, four_bits)
     norm = make(c.hidden_size, dtype=torch.float32 if c.float32_norms else dtype)
     for num_rows in (1, fused.MOST_FEW_ROWS + 1):
         parts = make(e["top_k"] + bool(e["shared_size"]), num_rows, c.hidden_size)
@@ -79,13 +84,13 @@ def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
 # --------------------------------------------------------------------------------------------------
 
 def experts_form(num_rows: int, top_k: int, count: int, gated: bool, dtype: torch.dtype,
-                 shared_memory: int) -> dict[str, Any]:
+                 shared_memory: int, four_bits: Any = None) -> dict[str, Any]:
     """Of `experts_kernel`, for num_rows tokens that choose top_k of `count` experts each: rows of a weight and columns
     of a program, numbers of a row in a tile, and what the loop's pipeline holds. A program of few columns waits for
     memory, and one of many for the tensor cores. (H200, Qwen3-30B-A3B's shape)"""
-    if dtype is torch.uint8:
-        from nanopaged.features import four_bits  # which such a weight has brought
+    if four_bits and not four_bits.are_many(num_rows, top_k, count):
         return four_bits.experts_form(num_rows, top_k, count, shared_memory)
+    dtype = torch.bfloat16 if dtype is torch.uint8 else dtype  # in 16 bits then
     mean, is_large = num_rows * top_k / count, dtype.itemsize <= 2 and shared_memory > tiles.LARGE_SHARED_MEMORY
     most = 128 if is_large and mean >= 128 else 64
     columns = 8 if num_rows <= 8 else min(most, max(16, tiles.next_power_of_2(int(2 * mean))))
@@ -100,21 +105,22 @@ def experts_form(num_rows: int, top_k: int, count: int, gated: bool, dtype: torc
 
 def mix_experts(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, normalized: bool, activation: str,
                 *scales: Tensor, biases: Sequence[Tensor] = (), has_shared: bool = False,
-                sigmoid: float = 0.0, expert_bias: Tensor | None = None) -> Tensor:
+                sigmoid: float = 0.0, expert_bias: Tensor | None = None, four_bits: Any = None) -> Tensor:
     """`Experts.forward` of nanopaged/features/experts.py as partial products [top_k, T, D]: a token's results, times
     their scores. x [T, D], logits of the router [T, E] or partial products of it, gate_up [E, 2 * I, D], down [E, D,
     I]. scales: of weights in FP8, [E, 2 * I, 1] and [E, D, 1]; what is multiplied with these is quantised, too; or of
-    weights in 4 bits (four_bits.py). biases: [E, 2 * I] and [E, D], or none. has_shared: the last expert is the shared
-    one, which is not chosen; its results come last, [top_k + 1, T, D]. sigmoid, expert_bias [E] float32: of
-    `choose_experts` there"""
+    weights in 4 bits, whose products the module four_bits computes. biases: [E, 2 * I] and [E, D], or none. has_shared:
+    the last expert is the shared one, which is not chosen; its results come last, [top_k + 1, T, D]. sigmoid,
+    expert_bias [E] float32: of `choose_experts` there"""
     (num_rows, size), inner = x.shape, gate_up.shape[1] // 2
     parts = top_k + has_shared
     hidden, out = x.new_empty(parts * num_rows, inner), x.new_empty(parts, num_rows, size)
     if num_rows:
         routed = route_experts(logits, len(gate_up) - has_shared, top_k, normalized, has_shared, sigmoid,
                                expert_bias)
-        experts_product(x, gate_up, *routed, hidden, activation, *(scales[:1] or [None]), *biases[:1])
-        experts_product(hidden, down, *routed, out, "", *(scales[1:] or [None]), *biases[1:])
+        experts_product(x, gate_up, *routed, hidden, activation, *(scales[:1] or [None]), *(biases[:1] or [None]),
+                        four_bits)
+        experts_product(hidden, down, *routed, out, "", *(scales[1:] or [None]), *(biases[1:] or [None]), four_bits)
     return out
 
 
@@ -135,11 +141,15 @@ def route_experts(logits: Tensor, count: int, top_k: int, normalized: bool, has_
 
 
 def experts_product(x: Tensor, weight: Tensor, scores: Tensor, counts: Tensor, pairs: Tensor, out: Tensor,
-                    activation: str, scale: Tensor | None = None, bias: Tensor | None = None) -> None:
+                    activation: str, scale: Tensor | None = None, bias: Tensor | None = None,
+                    four_bits: Any = None) -> None:
     """Fill `out`, which has a row for each pair. With an activation: `activate` of the products, and x has a row for
     each token. Without: the products times their scores, and x has a row for each pair."""
     (top_k, num_rows), count = scores.shape, len(counts)
-    form = experts_form(num_rows, top_k, count, activation != "", weight.dtype, tiles.shared_memory(x.device))
+    if four_bits and four_bits.are_many(num_rows, top_k, count):
+        weight, scale, four_bits = four_bits.widen(weight, scale, x.shape[1], x.dtype), None, None
+    memory = tiles.shared_memory(x.device)
+    form = experts_form(num_rows, top_k, count, activation != "", weight.dtype, memory, four_bits)
     x, x_scale = fused.quantize_rows(x) if weight.dtype is FP8 else (x, x)
     # An expert has at most num_rows pairs, and all together have top_k * num_rows.
     num_tiles = min(top_k * num_rows, count) + (num_rows > form["COLUMNS"]) * top_k * num_rows // form["COLUMNS"]
@@ -199,7 +209,7 @@ def experts_kernel(x, x_scale, weight, scale, bias, scores, out, counts, pairs, 
     """Grid (ROWS rows of a weight, COLUMNS pairs of one expert); programs behind the last pair end at once. With an
     activation it is the first product: a pair's x is its token's, the weight's first half is the gate. The second one
     has a row of x for each pair, and multiplies by scores. Rows and columns that do not exist load others', and are
-    not stored. PRODUCTS: None, or the loop for weights that are no numbers (four_bits.py)."""
+    not stored. PRODUCTS: None, or the loop for weights that are no numbers (four_bit_experts.py)."""
     expert, tile = tl.arange(0, PADDED), tl.program_id(1)
     FIRST: tl.constexpr = ACTIVATION != ""
     kernel.wait_for_previous_kernel(PDL)

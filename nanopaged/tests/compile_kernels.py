@@ -21,7 +21,16 @@ from triton.compiler import ASTSource
 
 import kernel
 from nanopaged import tiles
-from nanopaged.features import cascade, delta_kernels, four_bit_kernels, four_bits, fused, fused_experts, pick
+from nanopaged.features import (
+    cascade,
+    delta_kernels,
+    four_bit_experts,
+    four_bit_kernels,
+    four_bits,
+    fused,
+    fused_experts,
+    pick,
+)
 from nanopaged.features import hopper as hopper_file
 from nanopaged.features.fp8 import quantize_rows_kernel
 from nanopaged.features.kinds.slots import group_slots_kernel
@@ -152,7 +161,7 @@ def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
                       scale="*fp32")
     routed = dict(counts="*i32", pairs="*i32", scores="*fp32")
     keeps = (capability // 10, capability % 10) >= four_bits.LEAST_CAPABILITY.get(dtype, (99, 0))
-    for act, num_tokens in itertools.product(("swigluoai", ""), (1, 64, 8192)) if keeps else ():
+    for act, num_tokens in itertools.product(("swigluoai", ""), (1, 64, 512)) if keeps else ():
         yield partial(experts, capability, dtype, act, num_tokens, torch.uint8, routed | dict(bias=f"*{TYPES[dtype]}"))
     for kind, group, scale in (("int4", 128, f"*{TYPES[dtype]}"), ("nvfp4", 16, "*u8"), ("mxfp4", 32, "*u8")):
         yield from (partial(in_4_bits, capability, dtype, kind, group, scale, rows) for rows in (
@@ -196,7 +205,8 @@ def in_4_bits(capability: int, dtype: torch.dtype, kind: str, group: int, scale:
 def experts(capability: int, dtype: torch.dtype, act: str, num_tokens: int, kind: torch.dtype, types: dict):
     """experts_kernel as `experts_product` would launch it. kind: of the weights"""
     memory = SHARED_MEMORY[capability] * 1024
-    form = fused_experts.experts_form(num_tokens, 6, 40, act != "", kind, memory)
+    four_bits = four_bit_experts.PRODUCTS if kind is torch.uint8 else None
+    form = fused_experts.experts_form(num_tokens, 6, 40, act != "", kind, memory, four_bits)
     warps, constants = form.pop("num_warps"), dict(EXPERTS=40, PADDED=64, OUT=512, SIZE=1536, ACTIVATION=act, **form,
                                                        **dict.fromkeys({"bias"} - types.keys()))
     kinds = {torch.float8_e4m3fn: dict(x="*fp8e4nv", weight="*fp8e4nv", x_scale="*fp32", scale="*fp32"),

@@ -6,8 +6,8 @@ import kernel
 import model
 from nanopaged.tests.helpers import if_there
 
-experts, four_bits, fp8, fused, fused_experts, gpt_oss, qwen3_5 = map(
-    if_there, ("experts", "four_bits", "fp8", "fused", "fused_experts", "gpt_oss", "qwen3_5"))
+experts, four_bit_experts, in_four_bits, fp8, fused, fused_experts, gpt_oss, qwen3_5 = map(
+    if_there, ("experts", "four_bit_experts", "four_bits", "fp8", "fused", "fused_experts", "gpt_oss", "qwen3_5"))
 
 
 def normalize(x, weight, bias, eps):
@@ -40,8 +40,8 @@ class PlainKernels:
     @staticmethod
     def fused_add_norm(x, residual, weight, bias, eps):
         for part in x if isinstance(x, tuple) else (x,):
-            for partial in part if part.dim() == 3 else [part]:
-                residual = residual + partial
+            for one in part if part.dim() == 3 else [part]:
+                residual = residual + one
         return normalize(residual, weight, bias, eps), residual
 
     @staticmethod
@@ -59,9 +59,10 @@ class PlainKernels:
 
     @staticmethod
     def mix_experts(x, logits, gate_up, down, top_k, normalized, activation, *scales, biases=(), has_shared=False,
-                    sigmoid=0.0, expert_bias=None):
-        widen = four_bits.widen if gate_up.dtype is torch.uint8 else fp8_weight
+                    sigmoid=0.0, expert_bias=None, four_bits=None):
+        widen = widen_words if four_bits else fp8_weight
         gate_up, down = map(widen, (gate_up, down), scales) if scales else (gate_up, down)
+        gate_up, down = gate_up[..., :x.shape[1]], down[..., :gate_up.shape[1] // 2]
         logits = logits.float() if logits.dim() == 2 else logits.float().sum(0)
         count = len(gate_up) - has_shared
         scores, chosen = experts.choose_experts(logits[:, :count], top_k, normalized, sigmoid, expert_bias)
@@ -73,6 +74,10 @@ class PlainKernels:
         out = torch.einsum("tnji,tni->ntj", down[chosen].to(x.dtype), hidden)
         out = out + biases[1][chosen].transpose(0, 1) if biases else out
         return (out * scores.T[:, :, None]).to(x.dtype)
+
+
+def widen_words(weight, scale):
+    return in_four_bits.widen(four_bit_experts.order_codes(weight), scale)
 
 
 def plain_kernels():

@@ -94,7 +94,7 @@ ASK = dict(
     drafts=command(*PROMPT, "--speculate", "3"), edits=ask(presence_penalty=1), fp8=lambda: llm(quantization="fp8"),
     fp8_cache=lambda: llm(kv_cache_dtype="fp8"), experts=lambda: llm(model=str(GOLDEN / "mixtral")),
     fused_experts=experts_on_a_gpu, four_bits=lambda: llm(model=str(GOLDEN / "gpt-oss-mxfp4")),
-    four_bit_kernels=lambda: llm(model=str(GOLDEN / "int4" / "awq")),
+    **dict.fromkeys(("four_bit_kernels", "four_bit_experts"), lambda: llm(model=str(GOLDEN / "int4" / "awq"))),
     gpt_oss=lambda: llm(model=str(GOLDEN / "gpt-oss")),
     structured=ask(structured_outputs=dict(regex="a+")), more_families=lambda: llm(model=str(GOLDEN / "arcee")),
     frames=command(*PROMPT, "--trace"), grammar=ask(structured_outputs=dict(regex="a+")),
