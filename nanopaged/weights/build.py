@@ -83,6 +83,8 @@ def modules_for(config: model.ModelConfig, modules: model.Modules = model.PLAIN)
         modules = feature("gpt_oss", "a model with sinks").with_sinks(modules)
     if config.experts:
         modules = feature("experts", "a mixture of experts").with_experts(modules)
+    if config.gemma4:
+        modules = feature("gemma4", "Gemma 4").with_layers(modules, config)
     if config.ropes and config.ropes[0].get("llama_4_scaling_beta"):
         modules = feature("query_scale", "llama_4_scaling_beta in config.json").with_query_scale(modules)
     if config.groups:
@@ -158,7 +160,8 @@ def checkpoint_tensors(name: str, parameter: Tensor, config: model.ModelConfig) 
         num_kv_heads, head_dim = config.layer_heads[int(path[-1])] if config.layer_heads else (
             config.num_kv_heads, config.head_dim)
         q, kv = config.num_heads * head_dim, num_kv_heads * head_dim
-        rows = dict(zip(("q_proj", "k_proj", "v_proj"), parameter.split([q, kv, kv])))
+        sizes = [q, kv, kv][:1 + (len(parameter) - q) // kv]  # some of Gemma 4's layers have no v_proj
+        rows = dict(zip(("q_proj", "k_proj", "v_proj"), parameter.split(sizes)))
     elif module == "gate_up_proj" and config.gated_mlp:
         rows = dict(zip(("gate_proj", "up_proj"), parameter.chunk(2)))
     return {".".join(filter(None, (config.names.get(word, word) for word in (*path, part, kind)))): target
@@ -202,7 +205,7 @@ def random_tensors(config: model.ModelConfig, dtype: torch.dtype, device: torch.
     generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in whole.named_parameters():
         weight = torch.ones(parameter.shape, dtype=dtype, device=device)
-        if "norm.weight" not in name:
+        if "norm.weight" not in name and not name.endswith("layer_scalar"):
             weight.normal_(std=0.02, generator=generator)
         yield from as_checkpoint([(name, weight)], config)
 
