@@ -112,6 +112,7 @@ class ModelConfig:
     sliding_windows: list[int] = field(default_factory=list)  # of each layer; 0: a token sees itself and all before it
     groups: list[int] = field(default_factory=list)  # of each layer (nanopaged/features/kinds); []: all in one
     layer_heads: list[tuple[int, int]] = field(default_factory=list)  # num_kv_heads, head_dim of each; []: those above
+    kv_sharing: list[int] = field(default_factory=list)  # of each layer: whose K and V it reads; []: its own
     states: dict[str, Any] = field(default_factory=dict)  # of layers without K and V (kinds/recurrent.py); {}: none
     experts: dict[str, Any] = field(default_factory=dict)  # those of nanopaged/features/experts.py; {}: none
     sinks: bool = False  # layers have sinks (nanopaged/features/gpt_oss.py)

@@ -76,6 +76,9 @@ EDITS = {
         {"final_logit_softcapping": None}, {"sliding_window": 9}, {"rms_norm_eps": 1e-2}, {"rope_parameters": {
             SLIDING[0]: {"rope_theta": 100.0, "rope_type": "default"}, FULL[0]: {
                 "partial_rotary_factor": 0.5, "rope_theta": 1000.0, "rope_type": "proportional"}}})],
+    "gemma4-moe": [{"text_config": {"top_k_experts": 2}}, {"text_config": {"rms_norm_eps": 1e-2}}],
+    "gemma4-e2b": [{"text_config": {"sliding_window": 9}}, {"text_config": {"rms_norm_eps": 1e-2}}],
+    "gemma4-unified": [{"text_config": {"sliding_window": 9}}, {"text_config": {"final_logit_softcapping": 5.0}}],
     "mixtral": [{"num_experts_per_tok": 2}, {"rope_theta": 1e6}, {"sliding_window": 9}],
     "qwen3-moe": [{"norm_topk_prob": False}, {"num_experts_per_tok": 2}, {"rope_theta": 10000.0}],
     "olmoe": [{"norm_topk_prob": True}, {"num_experts_per_tok": 2}, {"rope_theta": 10000.0}],

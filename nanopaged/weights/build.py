@@ -152,6 +152,8 @@ def load_weights(transformer: model.Transformer, tensors: Iterable[tuple[str, Te
 
 def checkpoint_tensors(name: str, parameter: Tensor, config: model.ModelConfig) -> dict[str, Tensor]:
     """The checkpoint's tensors that make up our parameter `name`: {tensor name: the rows that it fills}."""
+    if name in config.names:  # of a whole parameter
+        return {config.names[name]: parameter}
     *path, module, kind = name.split(".")
     rows = {module: parameter}
     if parts := config.parts.get(module):
@@ -174,6 +176,8 @@ def fold(name: str, weight: Tensor, config: model.ModelConfig, back: bool = Fals
     if name.endswith("norm.weight"):
         weight = weight.float() if config.float32_norms else weight
         scale = config.logits_scaling if name == "norm.weight" else 1.0
+        if name.endswith("router_norm.weight"):  # Gemma 4 multiplies by this beside the weight
+            scale = config.hidden_size ** 0.5
         if (scale, config.norm_offset) != (1, 0):
             weight = weight * scale - config.norm_offset if back else (weight + config.norm_offset) / scale
     orders = [torch.tensor(order) for module, order in config.orders.items() if f".{module}." in name]
