@@ -763,6 +763,54 @@ def windows(limits: Card, quick: bool) -> None:
     row("Gemma 3 4B workload 256", generate_rate(llm, *workload_256()), "tokens/s", note=RECORDED)
 
 
+GEMMA4: dict[str, dict[str, Any]] = {"31B": dict(  # google/gemma-4-31B-it and 26B-A4B-it
+    architectures=["Gemma4ForCausalLM"], model_type="gemma4_text", attention_k_eq_v=True, final_logit_softcapping=30.0,
+    hidden_size=5376, hidden_size_per_layer_input=0, intermediate_size=21504, max_position_embeddings=262144,
+    num_attention_heads=32, num_global_key_value_heads=4, num_hidden_layers=60, num_key_value_heads=16,
+    sliding_window=1024, torch_dtype="bfloat16")}
+GEMMA4["26B-A4B"] = GEMMA4["31B"] | dict(
+    enable_moe_block=True, hidden_size=2816, intermediate_size=2112, moe_intermediate_size=704, num_attention_heads=16,
+    num_experts=128, num_global_key_value_heads=2, num_hidden_layers=30, num_key_value_heads=8, top_k_experts=8)
+
+
+def gemma4_memory(quick: bool) -> None:
+    """Texts of 32,000 tokens whose K and V fit into 40 GB, while each decodes. No step is done."""
+    kinds, windows = feature("kinds.device", "gemma4_memory"), feature("kinds.windows", "gemma4_memory")
+    for name, shape in GEMMA4.items():
+        config, options = read_model_config(shape), SimpleNamespace(max_model_len=None, swap_space=0,
+                                                                    tensor_parallel_size=1)
+        kinds.choose(options, config)
+        layout, length, memory = kinds.Layout(config, 64, torch.bfloat16), 32_000, 40e9
+        held = [min(length // 64, windows.max_blocks(config.sliding_windows[layer], 1, 64))
+                for layer in layout.first_layers]
+        ours, all_kept = (memory / block / count for block, count in (
+            (layout.block_bytes, sum(held)), (layout.model_bytes, length // 64)))
+        sizes = ", ".join(str(config.groups.count(group)) for group in range(layout.num_groups))
+        wasted = 1 - layout.model_bytes / (layout.block_bytes * layout.num_groups)
+        row(f"Gemma 4 {name}, texts of 32,000 tokens in 40 GB", ours, "texts", note=(
+            f"if all blocks are kept: {all_kept:.2f}, {ours / all_kept:.1f} times fewer; groups of {sizes} layers in "
+            f"blocks of {layout.block_bytes / 2**20:.1f} MiB, of which {wasted:.0%} are wasted"))
+
+
+def gemma4(limits: Card, quick: bool) -> None:
+    """Gemma 4 31B's shape, and 26B-A4B's. The limit of decode is that of reading all weights, and K and V behind the
+    windows, and that of prefill the products with the weights."""
+    for name in GEMMA4:
+        llm: Any = None  # frees the engine before
+        llm = random_llm(GEMMA4[name], max_model_len=9000)
+        c, parameters = llm.config, [*llm.runner.model.parameters()]
+        size, numbers = sum(one.nbytes for one in parameters), sum(one.numel() for one in parameters)
+        for batch in (1, 8, 64):
+            kv = sum(4 * heads * head_dim * min(540, window or 540)
+                     for (heads, head_dim), window in zip(c.layer_heads, c.sliding_windows))
+            limit = None if c.experts else (size + batch * kv) / limits.copy * 1000
+            row(f"Gemma 4 {name} decode, batch {batch}, context 512", decode_ms(llm, batch, 512, 30), "ms/step", limit)
+        prefill_rate(llm, 4, 8000)  # warm up
+        limit = None if c.experts else limits.product / (2 * (numbers - c.vocab_size * c.hidden_size))
+        row(f"Gemma 4 {name} prefill, 32 x 8,000", prefill_rate(llm, 32, 8000), "tokens/s", limit)
+        row(f"Gemma 4 {name} workload 256", generate_rate(llm, *workload_256()), "tokens/s", note=RECORDED)
+
+
 def latency(limits: Card, quick: bool) -> None:
     """Time to first token of a single prompt. Then 64 sequences decode while prompts of 4,000 tokens arrive: the gaps
     between the sequences' tokens."""
@@ -999,9 +1047,9 @@ def machine() -> str:
     return ", ".join(parts)
 
 
-ANYWHERE: list[Callable[..., None]] = [scheduler, fragmentation, batching, server]
+ANYWHERE: list[Callable[..., None]] = [scheduler, fragmentation, batching, server, gemma4_memory]
 ON_CUDA: list[Callable[..., None]] = [start, attention, paging, delta, decode, throughput, shared, latency, large,
-                                      windows, experts, gpt_oss, int4, hybrid, structured, drafts, simulate,
+                                      windows, gemma4, experts, gpt_oss, int4, hybrid, structured, drafts, simulate,
                                       data_parallel, tensor_parallel, parallel_sizes]
 QUICK = {"scheduler", "fragmentation", "batching", "server", "attention", "decode"}
 

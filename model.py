@@ -112,10 +112,12 @@ class ModelConfig:
     sliding_windows: list[int] = field(default_factory=list)  # of each layer; 0: a token sees itself and all before it
     groups: list[int] = field(default_factory=list)  # of each layer (nanopaged/features/kinds); []: all in one
     layer_heads: list[tuple[int, int]] = field(default_factory=list)  # num_kv_heads, head_dim of each; []: those above
+    kv_sharing: list[int] = field(default_factory=list)  # of each layer: whose K and V it reads; []: its own
     states: dict[str, Any] = field(default_factory=dict)  # of layers without K and V (kinds/recurrent.py); {}: none
     experts: dict[str, Any] = field(default_factory=dict)  # those of nanopaged/features/experts.py; {}: none
     sinks: bool = False  # layers have sinks (nanopaged/features/gpt_oss.py)
     output_gate: bool = False  # attention has an output gate (nanopaged/features/qwen3_5.py)
+    gemma4: dict[str, Any] = field(default_factory=dict)  # layers are those of nanopaged/features/gemma4.py; {}: not
     torch_dtype: torch.dtype = torch.float32
     fp8: str | None = None  # the checkpoint's matrices are FP8, with a scale for each "channel" or "block"
     four_bits: str | None = None  # the checkpoint has matrices of 4 bits, in "mxfp4" (nanopaged/features/four_bits.py)

@@ -23,7 +23,7 @@ def make_rope_table(rope: dict[str, Any], head_dim: int, num_positions: int) -> 
 
 def rotary_dim(rope: dict[str, Any], head_dim: int) -> int:
     """How many of a head's numbers rotate."""
-    return int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    return head_dim if rope["rope_type"] == "proportional" else int(head_dim * rope.get("partial_rotary_factor", 1.0))
 
 
 def frequencies(rope: dict[str, Any], size: int, num_positions: int) -> tuple[Tensor, float]:
@@ -35,6 +35,9 @@ def frequencies(rope: dict[str, Any], size: int, num_positions: int) -> tuple[Te
         theta *= (factor * max(num_positions, trained) / trained - (factor - 1)) ** (size / (size - 2))
     frequency, growth = 1 / theta ** (torch.arange(0, size, 2).float() / size), 1.0
     if kind == "linear":
+        frequency /= factor
+    elif kind == "proportional":  # Gemma 4: the pairs of a whole head, of which the last ones do not rotate
+        frequency[int(rope.get("partial_rotary_factor", 1.0) * size // 2):] = 0
         frequency /= factor
     elif kind == "llama3":  # slow rotations are slowed down, fast ones kept, the others are blended
         rotations = trained * frequency / (2 * math.pi)

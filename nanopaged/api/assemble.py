@@ -77,8 +77,8 @@ def make_runners(options: Any, config: model.ModelConfig, path: Path,
 
 def choose_groups(options: Any, config: model.ModelConfig) -> None:
     """Put layers of several kinds into groups (features/kinds)."""
-    if config.layer_heads:
-        feature("kinds.device", "a model with heads of several sizes").choose(options, config)
+    if config.layer_heads or config.kv_sharing:
+        feature("kinds.device", "a model with heads of several sizes, or shared K and V,").choose(options, config)
     elif len(set(config.sliding_windows)) > 1:
         if kinds := default_feature("kinds.device", "a text that keeps all blocks of layers with a window,"):
             kinds.choose(options, config)

@@ -44,13 +44,17 @@ class Experts(nn.Module):
         self.shared = mlp(self.settings["shared_size"]) if self.settings["shared_size"] else None
         # Is added to the scores for the choice alone.
         self.expert_bias = nn.Parameter(torch.empty(self.settings["count"])) if self.settings["has_bias"] else None
+        # Multiplies the scores of the experts that were chosen (Gemma 4).
+        has_scale = self.settings.get("has_scale", False)
+        self.expert_scale = nn.Parameter(torch.empty(self.settings["count"])) if has_scale else None
         # "gate_up_proj.weight" -> that of all experts, [count, rows, columns]. A shared one with a score, if it has the
         # others' size, is the last of them: to the kernels it is an expert that every token chooses.
         self.whole: dict[str, Tensor] = {}
         self.joins_shared = bool(self.settings["gate_rows"]) and self.settings["shared_size"] == self.settings["size"]
 
-    def forward(self, x: Tensor) -> Tensor:
-        logits = self.router(x).float()
+    def forward(self, x: Tensor, for_router: Tensor | None = None) -> Tensor:
+        """for_router: what the router reads, if that is not x"""
+        logits = self.router(x if for_router is None else for_router).float()
         scores, chosen = self.choose(logits[:, :self.settings["count"]])
         out = torch.zeros_like(x, dtype=torch.float32) if self.shared is None else self.run_shared(x, logits).float()
         for i, expert in enumerate(self.experts):
@@ -67,14 +71,16 @@ class Experts(nn.Module):
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The scores of each token's experts, and the experts: [T, top_k] each."""
         e = self.settings
-        return choose_experts(logits, e["top_k"], e["normalized"], e["sigmoid"], self.expert_bias)
+        return choose_experts(logits, e["top_k"], e["normalized"], e["sigmoid"], self.expert_bias,
+                              self.expert_scale)
 
     def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> "Experts":
         """`build_model` gives parameters their memory with this method of modules. The experts' become views."""
         for module in filter(None, (self.router, self.shared)):
             module._apply(function)
-        if self.expert_bias is not None:
-            self.expert_bias = nn.Parameter(function(self.expert_bias), requires_grad=False)
+        for name in ("expert_bias", "expert_scale"):
+            if (one := getattr(self, name)) is not None:
+                setattr(self, name, nn.Parameter(function(one), requires_grad=False))
         experts = [*self.experts, *[self.shared] * self.joins_shared]
         for name, first in self.experts[0].named_parameters():
             one, (module, kind) = function(first), name.split(".")
@@ -85,15 +91,16 @@ class Experts(nn.Module):
 
 
 def choose_experts(logits: Tensor, top_k: int, normalized: bool, sigmoid: float = 0.0,
-                   bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+                   bias: Tensor | None = None, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Each token takes the experts with the largest scores + bias: their scores, and their numbers, [T, top_k] each.
-    logits [T, E] float32; sigmoid: 0 for a softmax, or the factor of scores that are sigmoids; bias [E]"""
+    logits [T, E] float32; sigmoid: 0 for a softmax, or the factor of scores that are sigmoids; bias [E]; scale [E]:
+    multiplies the scores in the end"""
     scores = logits.sigmoid() if sigmoid else F.softmax(logits, dim=1)
     chosen = (scores if bias is None else scores + bias).topk(top_k).indices
     scores = scores.gather(1, chosen)
     if normalized:
         scores = scores / (scores.sum(1, keepdim=True) + (SMALLEST_SUM if sigmoid else 0.0))
-    return scores * (sigmoid or 1.0), chosen
+    return scores * (sigmoid or 1.0) * (1.0 if scale is None else scale[chosen]), chosen
 
 
 def with_experts(modules: model.Modules) -> model.Modules:

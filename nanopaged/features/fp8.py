@@ -32,7 +32,7 @@ ALIGNMENT = 16  # of the sizes of 8-bit products, in numbers
 LARGEST, SMALLEST = 448, 1e-30  # of FP8's numbers; a row's largest number counts at least so much, for rows of zeros
 # Of the decoder: a vision tower has layers, too. Routers of experts and convolutions, which are small, keep their type.
 SMALL = r"gate|shared_expert_gate|router(\.layer)?|conv1d|conv\.conv"
-IN_A_LAYER = re.compile(rf"{PREFIXES}layers\.\d+\.(?!.*\.({SMALL})\.).*\.weight$")
+IN_A_LAYER = re.compile(rf"{PREFIXES}layers\.\d+\.(?!(.*\.)?({SMALL})\.).*\.weight$")
 BLOCK = [128, 128]  # rows and columns that share a scale, in all published checkpoints that have blocks
 FORMATS = ("fp8", None), ("compressed-tensors", "float-quantized"), ("compressed-tensors", "naive-quantized")
 

@@ -32,6 +32,7 @@ def choose_scales(runner: Runner) -> list[tuple[float, float]]:
         (runner.pool.one_block(layer), None) if layer in states
         else torch.zeros(2, num_blocks, *runner.pool.shape_of(layer), dtype=runner.dtype, device=device)
         for layer in range(c.num_layers)]
+    caches = [caches[layer] for layer in c.kv_sharing or range(c.num_layers)]
     ids = torch.randint(c.vocab_size, (length,), generator=torch.Generator().manual_seed(0)).tolist()
     batch = trial_batch(runner, [length], torch.zeros(0, dtype=torch.int64, device=device), length, ids)
     table = torch.arange(num_blocks, dtype=torch.int32, device=device)[None]

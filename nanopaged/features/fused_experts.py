@@ -37,14 +37,15 @@ class FusedExperts(Experts):
         """What computes products of such weights (four_bit_experts.py); None: they have more bits."""
         return getattr(self.experts[0], "four_bits", None)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, for_router: Tensor | None = None) -> Tensor:
         e, whole = self.settings, self.whole
         scales, biases = ([whole[name] for name in (f"gate_up_proj.{kind}", f"down_proj.{kind}") if name in whole]
                           for kind in ("scale", "bias"))  # scales: of weights in 8 or 4 bits
-        logits = self.router(x)
+        logits = self.router(x if for_router is None else for_router)
         out = mix_experts(x, logits, whole["gate_up_proj.weight"], whole["down_proj.weight"], e["top_k"],
                           e["normalized"], self.activation, *scales, biases=biases, has_shared=self.joins_shared,
-                          sigmoid=e["sigmoid"], expert_bias=self.expert_bias, four_bits=self.four_bits)
+                          sigmoid=e["sigmoid"], expert_bias=self.expert_bias, expert_scale=self.expert_scale,
+                          four_bits=self.four_bits)
         if self.shared is None or self.joins_shared:
             return out
         logits = logits.float() if logits.dim() == 2 else logits.float().sum(0)
@@ -60,7 +61,8 @@ def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
     rows, total, chosen = e["count"] + e["gate_rows"], e["count"] + joins_shared, e["top_k"] + joins_shared
     for count in {1, fused.num_partial_products(make(2, c.hidden_size), make(rows, c.hidden_size))}:
         yield partial(route_experts, make(count, 0, rows), e["count"], e["top_k"], e["normalized"], joins_shared,
-                      e["sigmoid"], make(e["count"], dtype=torch.float32) if e["has_bias"] else None)
+                      e["sigmoid"], make(e["count"], dtype=torch.float32) if e["has_bias"] else None,
+                      make(e["count"]) if e.get("has_scale") else None)
     memory = tiles.shared_memory(device)
     counts, pairs = make(total, dtype=torch.int32).zero_(), make(0, dtype=torch.int32)
     weight, scale = make(0, dtype=FP8 if r.fp8 else dtype), make(0, dtype=torch.float32) if r.fp8 else None
@@ -105,19 +107,20 @@ def experts_form(num_rows: int, top_k: int, count: int, gated: bool, dtype: torc
 
 def mix_experts(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, normalized: bool, activation: str,
                 *scales: Tensor, biases: Sequence[Tensor] = (), has_shared: bool = False,
-                sigmoid: float = 0.0, expert_bias: Tensor | None = None, four_bits: Any = None) -> Tensor:
+                sigmoid: float = 0.0, expert_bias: Tensor | None = None, expert_scale: Tensor | None = None,
+                four_bits: Any = None) -> Tensor:
     """`Experts.forward` of nanopaged/features/experts.py as partial products [top_k, T, D]: a token's results, times
     their scores. x [T, D], logits of the router [T, E] or partial products of it, gate_up [E, 2 * I, D], down [E, D,
     I]. scales: of weights in FP8, [E, 2 * I, 1] and [E, D, 1]; what is multiplied with these is quantised, too; or of
     weights in 4 bits, whose products the module four_bits computes. biases: [E, 2 * I] and [E, D], or none. has_shared:
     the last expert is the shared one, which is not chosen; its results come last, [top_k + 1, T, D]. sigmoid,
-    expert_bias [E] float32: of `choose_experts` there"""
+    expert_bias and expert_scale, [E] float32: of `choose_experts` there"""
     (num_rows, size), inner = x.shape, gate_up.shape[1] // 2
     parts = top_k + has_shared
     hidden, out = x.new_empty(parts * num_rows, inner), x.new_empty(parts, num_rows, size)
     if num_rows:
         routed = route_experts(logits, len(gate_up) - has_shared, top_k, normalized, has_shared, sigmoid,
-                               expert_bias)
+                               expert_bias, expert_scale)
         experts_product(x, gate_up, *routed, hidden, activation, *(scales[:1] or [None]), *(biases[:1] or [None]),
                         four_bits)
         experts_product(hidden, down, *routed, out, "", *(scales[1:] or [None]), *(biases[1:] or [None]), four_bits)
@@ -125,7 +128,8 @@ def mix_experts(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, top_k:
 
 
 def route_experts(logits: Tensor, count: int, top_k: int, normalized: bool, has_shared: bool = False,
-                  sigmoid: float = 0.0, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+                  sigmoid: float = 0.0, bias: Tensor | None = None,
+                  scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Pair n * T + t is token t with its n-th expert. Returns the pairs' scores [top_k, T]; for each expert, how many
     pairs it has, and in any order which ones: [E], [E, T]. count: experts to choose from, the first columns of logits.
     The shared expert is the (top_k + 1)-th of each token."""
@@ -133,7 +137,7 @@ def route_experts(logits: Tensor, count: int, top_k: int, normalized: bool, has_
     scores = logits.new_empty(chosen, num_rows, dtype=torch.float32)
     counts, pairs = logits.new_zeros(total, dtype=torch.int32), logits.new_empty(total, num_rows, dtype=torch.int32)
     route_kernel[(num_rows,)](
-        logits, bias, scores, counts, pairs, num_rows, EXPERTS=count, COLUMNS=logits.shape[-1],
+        logits, bias, scale, scores, counts, pairs, num_rows, EXPERTS=count, COLUMNS=logits.shape[-1],
         PADDED=tiles.next_power_of_2(count), TOP_K=top_k, CHOICES=tiles.next_power_of_2(chosen), NORMALIZED=normalized,
         SHARED=has_shared, SIGMOID=sigmoid, COUNT=len(logits) if logits.dim() == 3 else 1, num_warps=1,
         **launch_options(logits.device))
@@ -160,7 +164,7 @@ def experts_product(x: Tensor, weight: Tensor, scores: Tensor, counts: Tensor, p
 
 
 @jit
-def route_kernel(logits, bias, scores, counts, pairs, num_rows, EXPERTS: tl.constexpr, COLUMNS: tl.constexpr,
+def route_kernel(logits, bias, scale, scores, counts, pairs, num_rows, EXPERTS: tl.constexpr, COLUMNS: tl.constexpr,
                  PADDED: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr, NORMALIZED: tl.constexpr,
                  SHARED: tl.constexpr, SIGMOID: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr):
     """Grid (token,). `choose_experts`, and the token's pairs are added to those of its experts. Padding may hold
@@ -192,6 +196,8 @@ def route_kernel(logits, bias, scores, counts, pairs, num_rows, EXPERTS: tl.cons
         total = tl.sum(score, 0) + (LEAST if SIGMOIDS else 0.0)
     score = score / total * SIGMOID if SIGMOIDS else score / total
     exists, pair = n < TOP_K, n * num_rows + token
+    if scale is not None:
+        score *= tl.load(scale + chosen, mask=exists, other=0.0).to(tl.float32)
     tl.store(scores + pair, score, mask=exists)
     place = tl.atomic_add(counts + chosen, 1, mask=exists, sem="relaxed")
     tl.store(pairs + chosen * num_rows + place, pair, mask=exists)

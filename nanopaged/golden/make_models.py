@@ -73,6 +73,13 @@ EDITS = {
     "gemma3": [{"query_pre_attn_scalar": 16}, {"rope_local_base_freq": 1000.0}, {"rope_scaling": None},
                {"sliding_window": 9}, {"sliding_window_pattern": 2}, {"hidden_activation": "silu"}],
     "gemma3-groups": [{"sliding_window": 14}, {"sliding_window_pattern": 2}],
+    "gemma4": [{"text_config": change} for change in (
+        {"final_logit_softcapping": None}, {"sliding_window": 9}, {"rms_norm_eps": 1e-2}, {"rope_parameters": {
+            SLIDING[0]: {"rope_theta": 100.0, "rope_type": "default"}, FULL[0]: {
+                "partial_rotary_factor": 0.5, "rope_theta": 1000.0, "rope_type": "proportional"}}})],
+    "gemma4-moe": [{"text_config": {"top_k_experts": 2}}, {"text_config": {"rms_norm_eps": 1e-2}}],
+    "gemma4-e2b": [{"text_config": {"sliding_window": 9}}, {"text_config": {"rms_norm_eps": 1e-2}}],
+    "gemma4-unified": [{"text_config": {"sliding_window": 9}}, {"text_config": {"final_logit_softcapping": 5.0}}],
     "mixtral": [{"num_experts_per_tok": 2}, {"rope_theta": 1e6}, {"sliding_window": 9}],
     "qwen3-moe": [{"norm_topk_prob": False}, {"num_experts_per_tok": 2}, {"rope_theta": 10000.0}],
     "olmoe": [{"norm_topk_prob": True}, {"num_experts_per_tok": 2}, {"rope_theta": 10000.0}],
@@ -153,6 +160,8 @@ def random_weight(name, shape, hidden_size, generator):
         return noise - 2.0  # some heads forget within a token, some keep what hundreds of tokens have said
     if name.endswith("experts.gate_up_proj"):
         return 4.0 / hidden_size**0.5 * noise  # so that gpt-oss clamps some
+    if name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):  # Gemma 4's
+        return 1.0 + 0.3 * noise
     if "norm" in name or "ln_" in name:
         return 0.3 * noise + (1.0 if name.endswith("weight") else 0.0)
     if name.endswith("bias"):
@@ -170,7 +179,7 @@ def random_state_dict(directory, seed):
     with torch.device("meta"):
         model = auto_class(config).from_config(config)
     shapes = {name: p.shape for name, p in model.named_parameters()}
-    shapes |= {name: p.shape for name, p in model.named_buffers() if name.endswith("expert_bias")}
+    shapes |= {name: p.shape for name, p in model.named_buffers() if name.endswith(("expert_bias", "layer_scalar"))}
     generator = torch.Generator().manual_seed(seed)
     text, spelled = config.get_text_config(), read_json(directory / "config.json").get("text_config", {})
     unsaid = {"gpt2": torch.float16, "gpt-oss-mxfp4": torch.bfloat16}  # their config.json says nothing of it

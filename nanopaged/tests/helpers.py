@@ -34,8 +34,9 @@ MIXTURES = ["gpt-oss", "gpt-oss-mxfp4", "granite-moe", "granite-moe-shared", "gr
             "qwen3.5-moe"]  # of experts, among the goldens
 WITH_STATES = ["granite4-h", "granite4-h-moe", "lfm2", "lfm2-moe", "qwen3-next", "qwen3.5",
                "qwen3.5-moe"]  # recurrent states (features/kinds)
+GEMMA4 = ["gemma4", "gemma4-e2b", "gemma4-moe", "gemma4-unified"]
 OF_FEATURES = ["arcee", "cwm", "ernie4.5", "exaone4", "granite4", "ministral3", "seed-oss",  # more_families.py
-               *WITH_STATES]
+               *GEMMA4, *WITH_STATES]
 ALL_VARIANTS = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
 NULL = -1  # in a block table: a block that left the sliding window
 needs_kernel = pytest.mark.skipif(

@@ -59,13 +59,14 @@ class PlainKernels:
 
     @staticmethod
     def mix_experts(x, logits, gate_up, down, top_k, normalized, activation, *scales, biases=(), has_shared=False,
-                    sigmoid=0.0, expert_bias=None, four_bits=None):
+                    sigmoid=0.0, expert_bias=None, expert_scale=None, four_bits=None):
         widen = widen_words if four_bits else fp8_weight
         gate_up, down = map(widen, (gate_up, down), scales) if scales else (gate_up, down)
         gate_up, down = gate_up[..., :x.shape[1]], down[..., :gate_up.shape[1] // 2]
         logits = logits.float() if logits.dim() == 2 else logits.float().sum(0)
         count = len(gate_up) - has_shared
-        scores, chosen = experts.choose_experts(logits[:, :count], top_k, normalized, sigmoid, expert_bias)
+        scores, chosen = experts.choose_experts(logits[:, :count], top_k, normalized, sigmoid, expert_bias,
+                                                expert_scale)
         if has_shared:
             scores = torch.cat([scores, logits[:, count:count + 1].sigmoid()], 1)
             chosen = F.pad(chosen, (0, 1), value=count)

@@ -10,6 +10,7 @@ import torch
 from nanopaged import SamplingParams
 from nanopaged.rope import make_rope_table
 from nanopaged.tests.helpers import (
+    GEMMA4,
     GOLDEN,
     GREEDY,
     MIXTURES,
@@ -43,7 +44,6 @@ LLAMA = dict(architectures=["LlamaForCausalLM"], vocab_size=100, hidden_size=32,
     *((dict(architectures=[name]), f"{name} is {reason}.*, which nanopaged does not run; known are GPT2LMH")
       for name, reason in dict(
           MambaForCausalLM="a state-space model",
-          Gemma4ForConditionalGeneration="Gemma 4, with heads of two sizes",
           DeepseekV3ForCausalLM="a mixture of experts with latent attention, as DeepSeek's",
           Qwen2MoeForCausalLM="a mixture of experts of another form", BertModel="an embedding model",
           Gemma3TextModel="an embedding model").items()),
@@ -199,7 +199,7 @@ def test_the_longest_text_of_scaled_ropes():
 # ---- Families with switches of their own. (Tests of logits, texts, drafts, Triton and two ranks go over all goldens.)
 
 SWITCHED = ["arcee", "ernie4.5", "exaone4", "gemma3", "granite", "granite4", "ministral", "olmo2", "olmo3",
-            "phi3", "smollm3", *MIXTURES]
+            "phi3", "smollm3", *GEMMA4, *MIXTURES]
 
 
 @pytest.mark.parametrize("variant", [variant for variant in SWITCHED if variant not in WITH_STATES])
@@ -222,7 +222,7 @@ def test_chunks_prefix_hits_preemptions_and_other_modules(variant, monkeypatch):
     assert_golden(llm, variant, times=2)
 
 
-FLOAT32_NORMS = "gemma3", "gpt-oss", "gpt-oss-mxfp4", "olmo2", "olmo3", "qwen3-next", "qwen3.5-moe"
+FLOAT32_NORMS = "gemma3", "gpt-oss", "gpt-oss-mxfp4", "olmo2", "olmo3", "qwen3-next", "qwen3.5-moe", *GEMMA4
 
 
 @pytest.mark.parametrize("variant", SWITCHED)
@@ -239,7 +239,7 @@ def test_logits_in_bfloat16(variant):
 
 
 @pytest.mark.parametrize("variant", ["ernie4.5", "gemma3", "granite", "granite-moe-shared", "phi3", "qwen3-next",
-                                     "qwen3-vl-moe", "qwen3.5-moe"])
+                                     "qwen3-vl-moe", "qwen3.5-moe", *GEMMA4])
 def test_random_weights_are_a_checkpoint_s(variant):
     llm = load(variant, load_format="dummy", device="cpu")
     assert len(llm.generate([1, 2, 3], GREEDY)[0].outputs[0].token_ids) == 24

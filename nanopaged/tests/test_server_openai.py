@@ -12,7 +12,7 @@ import pytest
 from engine import NO_TOKEN
 from nanopaged import SamplingParams
 from nanopaged.features.server.answers import CHAT, COMPLETIONS, ApiError
-from nanopaged.features.server.openai import FIELDS, IGNORED, Serving
+from nanopaged.features.server.openai import FIELDS, IGNORED, Serving, make_reader
 from nanopaged.features.server.responses import RESPONSES, read_response
 from nanopaged.tests.helpers import GOLDEN, shared
 from nanopaged.tests.test_cli import TEMPLATE, assert_refused, run
@@ -433,6 +433,21 @@ def test_channels_are_read_in_every_chat(llm):
     [choice] = call.response([output])["choices"]
     [called] = choice["message"]["tool_calls"]
     assert called["function"] == {"name": "now", "arguments": '{"zone": 1}'} and choice["finish_reason"] == "tool_calls"
+
+
+def test_gemma_4_s_thoughts_are_read_in_every_chat(llm, monkeypatch):
+    """Its template says so. Marks are special tokens, and a grammar begins behind the second one."""
+    template = TEMPLATE + "{{ '<|tool_call>call:' if tools }}"
+    serving = make_reader(llm, "bard", chat_template=template, render=partial(render_with, llm, template))
+    assert (serving.tool_parser, serving.reasoning_parser) == ("gemma4", "gemma4")
+    call, [output] = complete(serving, CHAT, max_tokens=3)
+    assert call.params.skip_special_tokens is False and read(serving).params.skip_special_tokens is True
+    output.outputs[0].text = "<|channel>thought\nHm.<channel|>Hi."
+    message = dict(role="assistant", content="Hi.", reasoning_content="Hm.")
+    assert call.response([output])["choices"][0]["message"] == message
+    monkeypatch.setattr(llm.tokenizer, "tokens", llm.tokenizer.tokens | {"<|channel>": 5, "<channel|>": 8})
+    params = read(serving, CHAT, response_format={"type": "json_object"}).params
+    assert params.structured_outputs.reasoning_token_ids == [5, 8]
 
 
 def test_a_grammar_begins_in_the_final_channel(llm, monkeypatch):

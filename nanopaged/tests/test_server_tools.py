@@ -41,10 +41,12 @@ def add_all(reader: Reader, pieces: list[str]) -> list[dict]:
     return deltas
 
 
-def read(text: str, kind: str | None, thinks: bool | None = None) -> tuple[str, str, list]:
+def read(text: str, kind: str | None, thinks: bool | None = None,
+         thinker: str | None = None) -> tuple[str, str, list]:
     """(thoughts, content, calls), the same in pieces of any size."""
     first, *others = [
-        merge(add_all(Reader(kind, thinks, TOOLS), [text[i:i + size] for i in range(0, len(text), size)] + [""]))
+        merge(add_all(Reader(kind, thinks, TOOLS, thinker),
+                      [text[i:i + size] for i in range(0, len(text), size)] + [""]))
         for size in (1, 2, 3, 7, 50, len(text) + 1)]
     assert all(other == first for other in others)
     functions = [call["function"] for call in first.get("tool_calls", ())]
@@ -111,6 +113,22 @@ def test_channels(text, thoughts, content, calls):
     assert read(text, "openai") == (thoughts, content, calls)
 
 
+GEMMA = '<|tool_call>call:weather{city:<|"|>%s<|"|>,days:[1,{a:null}]}<tool_call|>' % CITY["city"]
+
+
+@pytest.mark.parametrize("text, thoughts, content, calls", [
+    (GEMMA, "", "", [WEATHER]),
+    (f"<|channel>thought\nIt may\n rain. <channel|>I look.\n{GEMMA}<|tool_call>call:time{{}}<tool_call|>",
+     "It may\n rain.", "I look.", [WEATHER, TIME]),
+    ("<|channel>thought\n<channel|>Hi.", "", "Hi.", []), ("<|channel>thought\nHm", "Hm", "", []),
+    ('<|tool_call>call:f{<|"|>a b<|"|>:true,2:-1.5e3,c:{d:[<|"|>x,}<|"|>,no]},e:"\\u0041<"}<tool_call|>', "", "",
+     [("f", {"a b": True, "2": -1500.0, "c": {"d": ["x,}", "no"]}, "e": "A<"})]),
+    ("<|tool_call>call:f{a:[1}<tool_call|>", "", "<|tool_call>call:f{a:[1}<tool_call|>", []),
+    ('I <|tool_call>call:f{a:<|"|>b', "", 'I <|tool_call>call:f{a:<|"|>b', [])])
+def test_gemma_4(text, thoughts, content, calls):
+    assert read(text, "gemma4", False, "gemma4") == (thoughts, content, calls)
+
+
 def test_text_is_sent_as_it_comes():
     reader = Reader("hermes", False)
     assert [reader.add(text, ended=False)["content"] for text in ("Hel", "lo <tool", "box>")] == [
@@ -140,7 +158,7 @@ def test_a_long_call_takes_linear_time():
 def test_the_format_is_found_in_the_chat_template():
     templates = {"qwen3_coder": "{{ '<tool_call>\\n<function=' + name + '>\\n<parameter=' }}",
                  "hermes": "{{ '<tool_call>\\n' }}", "mistral": "{{ '[TOOL_CALLS]' }}",
-                 "openai": "{{ '<|channel|>final' }}",
+                 "gemma4": "{{ '<|tool_call>call:' + name + '{' }}", "openai": "{{ '<|channel|>final' }}",
                  "llama3_json": '{"name": function name, "parameters": dictionary of argument name and its value}'}
     assert {name: find_parser(templates[name]) for name in FORMATS} == {name: name for name in FORMATS}
     assert find_parser("{{ messages }}") is None

@@ -71,7 +71,8 @@ def assert_as_on_one_device(llm, prompts, params, model="qwen3"):
 
 
 @pytest.mark.parametrize("variant", sorted({path.parent.name for path in GOLDEN.glob("*/config.json")}
-                                           - {"olmo2", "olmo3", *helpers.MIXTURES, *helpers.WITH_STATES}))
+                                           - {"olmo2", "olmo3", *helpers.GEMMA4, *helpers.MIXTURES,
+                                              *helpers.WITH_STATES}))
 def test_two_ranks_compute_what_transformers_computes(monkeypatch, variant):
     """Also one text alone, on a CPU without Triton's interpreter, which would take minutes."""
     if fused := helpers.if_there("fused"):

@@ -84,6 +84,8 @@ def modules_for(config: model.ModelConfig, modules: model.Modules = model.PLAIN)
         modules = feature("gpt_oss", "a model with sinks").with_sinks(modules)
     if config.experts:
         modules = feature("experts", "a mixture of experts").with_experts(modules)
+    if config.gemma4:
+        modules = feature("gemma4", "Gemma 4").with_layers(modules, config)
     if config.ropes and config.ropes[0].get("llama_4_scaling_beta"):
         modules = feature("query_scale", "llama_4_scaling_beta in config.json").with_query_scale(modules)
     if config.groups:
@@ -151,6 +153,8 @@ def load_weights(transformer: model.Transformer, tensors: Iterable[tuple[str, Te
 
 def checkpoint_tensors(name: str, parameter: Tensor, config: model.ModelConfig) -> dict[str, Tensor]:
     """The checkpoint's tensors that make up our parameter `name`: {tensor name: the rows that it fills}."""
+    if name in config.names:  # of a whole parameter
+        return {config.names[name]: parameter}
     *path, module, kind = name.split(".")
     rows = {module: parameter}
     if parts := config.parts.get(module):
@@ -159,7 +163,8 @@ def checkpoint_tensors(name: str, parameter: Tensor, config: model.ModelConfig) 
         num_kv_heads, head_dim = config.layer_heads[int(path[-1])] if config.layer_heads else (
             config.num_kv_heads, config.head_dim)
         q, kv = config.num_heads * head_dim, num_kv_heads * head_dim
-        rows = dict(zip(("q_proj", "k_proj", "v_proj"), parameter.split([q, kv, kv])))
+        sizes = [q, kv, kv][:1 + (len(parameter) - q) // kv]  # some of Gemma 4's layers have no v_proj
+        rows = dict(zip(("q_proj", "k_proj", "v_proj"), parameter.split(sizes)))
     elif module == "gate_up_proj" and config.gated_mlp:
         rows = dict(zip(("gate_proj", "up_proj"), parameter.chunk(2)))
     return {".".join(filter(None, (config.names.get(word, word) for word in (*path, part, kind)))): target
@@ -172,6 +177,8 @@ def fold(name: str, weight: Tensor, config: model.ModelConfig, back: bool = Fals
     if name.endswith("norm.weight"):
         weight = weight.float() if config.float32_norms else weight
         scale = config.logits_scaling if name == "norm.weight" else 1.0
+        if name.endswith("router_norm.weight"):  # Gemma 4 multiplies by this beside the weight
+            scale = config.hidden_size ** 0.5
         if (scale, config.norm_offset) != (1, 0):
             weight = weight * scale - config.norm_offset if back else (weight + config.norm_offset) / scale
     orders = [torch.tensor(order) for module, order in config.orders.items() if f".{module}." in name]
@@ -203,7 +210,7 @@ def random_tensors(config: model.ModelConfig, dtype: torch.dtype, device: torch.
     generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in whole.named_parameters():
         weight = torch.ones(parameter.shape, dtype=dtype, device=device)
-        if "norm.weight" not in name:
+        if "norm.weight" not in name and not name.endswith("layer_scalar"):
             weight.normal_(std=0.02, generator=generator)
         yield from as_checkpoint([(name, weight)], config)
 

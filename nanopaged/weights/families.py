@@ -21,6 +21,7 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {  # type -> the keys that this type ne
     "default": (),
     "linear": ("factor",),
     "dynamic": ("factor",),
+    "proportional": (),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
     "longrope": ("original_max_position_embeddings",),  # and two lists, of a number for each pair that rotates
@@ -346,11 +347,14 @@ OF_FEATURES = {
     "ArceeForCausalLM": "more_families.arcee", "Lfm2ForCausalLM": "lfm2.lfm2",
     "Lfm2MoeForCausalLM": "lfm2.lfm2_moe",
     "Qwen3NextForCausalLM": "qwen3_5.qwen3_next", "Qwen3_5ForCausalLM": "qwen3_5.qwen3_5",
-    "Qwen3_5MoeForCausalLM": "qwen3_5.qwen3_5_moe"}
+    "Qwen3_5MoeForCausalLM": "qwen3_5.qwen3_5_moe", "Gemma4ForCausalLM": "gemma4.gemma4"}
 # Multimodal architectures: the model_type of a text model inside (where none is given, the first) -> the architecture
 # that it equals, and its own defaults. Other parts, such as a vision tower, have names that the decoder does not have.
 MULTIMODAL: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": ("Gemma3ForCausalLM", {})},
+    "Gemma4ForConditionalGeneration": {"gemma4_text": ("Gemma4ForCausalLM", {})},
+    "Gemma4UnifiedForConditionalGeneration": {"gemma4_unified_text": ("Gemma4ForCausalLM", dict(
+        hidden_size_per_layer_input=0, max_position_embeddings=262144, sliding_window=1024))},
     "Mistral3ForConditionalGeneration": {"mistral": ("MistralForCausalLM", {"tie_word_embeddings": True}),
                                          "ministral3": ("Ministral3ForCausalLM", {"tie_word_embeddings": True})},
     "Qwen2_5_VLForConditionalGeneration": {
@@ -361,7 +365,6 @@ MULTIMODAL: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": ("Qwen3_5ForCausalLM", {})},
     "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM", {})}}
 REFUSED = {  # a part of an architecture's name -> the reason
-    "^Gemma4": "Gemma 4, with heads of two sizes and layers that share a cache",
     "Mamba|Jamba|Zamba|Bamba|Rwkv|FalconH1|NemotronH|RecurrentGemma": "a state-space model",
     "^(Deepseek|Kimi|LongcatFlash|Glm4MoeLite)": "a mixture of experts with latent attention, as DeepSeek's",
     "Moe|MoE|Mixtral": "a mixture of experts of another form",

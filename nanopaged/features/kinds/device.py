@@ -64,6 +64,11 @@ def heads_of(config: model.ModelConfig) -> list[Heads]:
     return [Heads(*of_layer) for of_layer in heads]
 
 
+def owners_of(config: model.ModelConfig) -> list[int]:
+    """Of each layer: the layer whose K and V it reads. For one that reads another's the pool has nothing."""
+    return config.kv_sharing or [*range(config.num_layers)]
+
+
 def config_of(config: model.ModelConfig, layer: int) -> model.ModelConfig:
     """With the heads of this layer."""
     return replace(config, **heads_of(config)[layer]._asdict())
@@ -75,16 +80,19 @@ def choose(options: Any, config: model.ModelConfig) -> None:
     max_len = options.max_model_len or config.max_position_embeddings
     windows = [window if 0 < window < max_len else 0 for window in config.sliding_windows or [0] * config.num_layers]
     layers = list(zip(map(bool, windows), windows, heads_of(config)))
-    if len(set(layers)) == 1 or all(windows) and not config.layer_heads:
+    owners = owners_of(config)
+    if not config.kv_sharing and (len(set(layers)) == 1 or all(windows) and not config.layer_heads):
         return
     if options.swap_space:
         raise ValueError("swap_space moves blocks of all layers at once, and the layers of this model keep different "
                          "ones, because some have a sliding window or other heads; leave swap_space out")
-    if config.layer_heads:
+    if config.layer_heads or config.kv_sharing:
         if options.tensor_parallel_size > 1:
-            raise ValueError("tensor_parallel_size needs a model whose layers have heads of one size")
+            raise ValueError("tensor_parallel_size needs a model whose layers have heads of one size, and K and V of "
+                             "their own")
         options.disable_cascade_attn = True  # a cascade's tiles have one size of heads
-    config.groups = group_layers(layers)
+    groups = dict(zip(sorted(set(owners)), group_layers([layers[layer] for layer in sorted(set(owners))])))
+    config.groups = [groups[owner] for owner in owners]
 
 
 def group_layers(layers: list[Any]) -> list[int]:
@@ -124,8 +132,10 @@ class Layout:
         self.groups, self.heads, self.num_groups = config.groups, heads_of(config), max(config.groups) + 1
         self.block_size, self.dtype = block_size, dtype
         self.first_layers = [self.groups.index(group) for group in range(self.num_groups)]
-        self.places = [self.groups[:index].count(group) for index, group in enumerate(self.groups)]
-        sizes = [2 * sum(heads.size for heads, group in zip(self.heads, self.groups) if group == one)
+        owners = owners_of(config)
+        self.places = [len({layer for layer in owners[:owner] if self.groups[layer] == self.groups[owner]})
+                       for owner in owners]
+        sizes = [2 * sum(self.heads[layer].size for layer in set(owners) if self.groups[layer] == one)
                  for one in range(self.num_groups)]
         unit = math.lcm(*(heads.size for heads in self.heads))
         token_bytes = block_size * dtype.itemsize

@@ -18,7 +18,7 @@ from typing import Any
 
 from nanopaged.features.server.answers import CHAT, COMPLETIONS, ApiError, Call
 from nanopaged.features.server.responses import RESPONSES, ResponseCall, read_response
-from nanopaged.features.server.tools import END_THINK, FORMATS, THINK, THINKERS, Reader, find_parser, read_tools
+from nanopaged.features.server.tools import FORMATS, THINKERS, Reader, find_parser, read_tools, thought_marks
 from nanopaged.inputs import as_list, check_choice, check_kind, check_number, refuse_unknown
 from nanopaged.options import feature
 from nanopaged.sampling_params import SamplingParams
@@ -98,7 +98,7 @@ class Serving:
         tools, call = read_tools(body)  # /v1/completions has none
         has_channels = path == CHAT and self.tool_parser == "openai"  # in every answer
         kind = "forced" if call else self.tool_parser if tools or has_channels else None
-        if kind in FORMATS:
+        if kind in FORMATS or path == CHAT and self.reasoning_parser == "gemma4":
             body.setdefault("skip_special_tokens", False)  # they may be those around a call
         elif call:
             body.pop("stop", None)  # it would cut the arguments
@@ -119,15 +119,16 @@ class Serving:
             prompts = [{"prompt_token_ids": self._encode(prompt)[-length:]} for prompt in prompts]
         salt = {"cache_salt": body["cache_salt"]} if "cache_salt" in body else {}
         return make(self, path, body, [prompt | salt for prompt in prompts], params,
-                    partial(Reader, kind, thinks, tools))
+                    partial(Reader, kind, thinks, tools, self.reasoning_parser))
 
     def _read_thinking(self, prompt: str, params: SamplingParams) -> bool | None:
         """Reader.thinks of the answer to this prompt. A grammar begins when the thoughts end, unless they have ended in
         the prompt. (If the tokenizer lacks their tokens, it begins at once.)"""
-        thinks = prompt.endswith(THINK)
+        begin, end, word = thought_marks(self.reasoning_parser)
+        thinks = prompt.endswith(begin + word)
         if params.structured_outputs:
-            ids = [self.llm.tokenizer.tokens.get(name) for name in (THINK, END_THINK)]
-            if prompt.endswith(END_THINK) or None in ids:
+            ids = [self.llm.tokenizer.tokens.get(name) for name in (begin, end)]
+            if prompt.endswith(end) or None in ids:
                 return None
             self._begin_after(ids[1:] if thinks else ids, params)
         return thinks
@@ -269,4 +270,6 @@ def make_reader(llm: Any, model: str, *, served_model_name: str | None = None, c
     found = feature("chat_template", "a chat").load_chat_template(llm.tokenizer_path, chat_template)
     tool_parser = tool_call_parser or ("openai" if reasoning_parser == "openai" else find_parser(
         "".join(found.templates.values()) if found else ""))
+    if tool_parser == "gemma4":  # its models' thoughts are always marked
+        reasoning_parser = reasoning_parser or tool_parser
     return Serving(llm, served_model_name or model, render or render_it, model, tool_parser, reasoning_parser)

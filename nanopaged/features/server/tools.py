@@ -14,6 +14,8 @@
                   [TOOL_CALLS]f[ARGS]{"x": 1}[TOOL_CALLS] ..
     openai        <|channel|>analysis<|message|>The user wants ..<|end|><|start|>assistant to=functions.f
                   <|channel|>commentary json<|message|>{"x": 1}<|call|>                 gpt-oss; "final" is content
+    gemma4        <|tool_call>call:f{x:1,city:<|"|>Oslo<|"|>}<tool_call|>               Gemma 4, whose thoughts stand in
+                  <|channel>thought .. <channel|>
     forced        {"name":"f","arguments":{"x":1}}                     by a grammar: tool_choice "required", or a name
 
 The names are vLLM's. A call in a format of models is sent when it is complete: until then it may turn out to be
@@ -28,13 +30,13 @@ from urllib.parse import urldefrag, urljoin
 import regex
 
 SPACES = r"(?<!\s)\s*+"  # from the first of them on, without backtracking: many spaces take linear time
-THINK, END_THINK = "<think>", "</think>"
-THINKING, THOUGHT = rf"\A\s*+{THINK}\s*", rf"{SPACES}{END_THINK}\s*"
+THINKERS = ("deepseek_r1", "gemma4", "openai", "qwen3")  # the models with thoughts; gpt-oss has its own form
 FORMATS = {  # name -> a part of the chat templates of its models; a call up to its JSON, with its name; a call's end
     "qwen3_coder": ("<parameter=", rf"{SPACES}(?:<tool_call>\s*+)?+<function=([\w.-]+)>\s*", r"\s*</tool_call>"),
     "hermes": ("<tool_call>", rf"{SPACES}<tool_call>\s*()", r"\s*</tool_call>"),
     "mistral": ("[TOOL_CALLS]", rf"{SPACES}\[TOOL_CALLS\]\s*([\w.-]*)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*", ""),
     "llama3_json": ("dictionary of argument name", rf"{SPACES};?+\s*+(?:<\|python_tag\|>)?+\s*+()(?={{)", ""),
+    "gemma4": ("<|tool_call>call:", rf"{SPACES}<\|tool_call>\s*+call:\s*+([\w.-]+)\s*(?={{)", r"\s*<tool_call\|>"),
     # A message's head, with the name of a function in one of two places, and its end. (The prompt begins the first.)
     "openai": ("<|channel|>", r"\s*+(?:<\|start\|>)?+(?:assistant)?+\s*+(?:to=(?P<to>[\w.-]+))?+\s*+<\|channel\|>"
                r"(?P<channel>\w+)\s*+(?:to=(?P<to>[\w.-]+))?+[^<]*+(?:<\|constrain\|>)?+[^<]*+<\|message\|>",
@@ -43,12 +45,20 @@ NO_CALLS = "", "(?!)", ""  # a pattern that matches nothing
 PARAMETER = r"<parameter=([^>\n]+)>\n?+(.*?)\n?</parameter>\s*+(?=<parameter=|</function>)"
 PARAMETERS = regex.compile(rf"(?>{PARAMETER})*+</function>", regex.DOTALL)
 PYTHON = {"True": True, "False": False, "None": None}  # as its template writes them
+# Of Gemma 4's arguments: a string between its marks or as in JSON, a mark, or a word
+GEMMA_TOKEN = regex.compile(r'\s*+(?:<\|"\|>(?P<text>.*?)<\|"\|>|(?P<json>"(?:[^"\\]|\\.)*+")|(?P<mark>[][{},:])|'
+                            r'(?P<word>[^][{},:"<\s][^][{},:<]*+))', regex.DOTALL)
+LITERAL = regex.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null")
 FORCED = regex.compile(r'\{"name":"([\w-]+)","arguments":')
 NAME = regex.compile("[A-Za-z0-9_-]{1,64}")
 # Schemas of tools have keywords that llguidance does not know, "uniqueItems" for example: these bind nothing.
 LENIENT = {"lenient": True, "coerce_one_of": True, "whitespace_flexible": False}
 NO_PARAMETERS = {"type": "object", "properties": {}}
-THINKERS = ("deepseek_r1", "openai", "qwen3")  # the models with thoughts; gpt-oss has its own form
+
+
+def thought_marks(thinker: str | None) -> tuple[str, str, str]:
+    """The tokens around this model's thoughts, and a word behind the first one."""
+    return ("<|channel>", "<channel|>", "thought") if thinker == "gemma4" else ("<think>", "</think>", "")
 
 
 def find_parser(template: str) -> str | None:
@@ -106,10 +116,15 @@ class Reader:
     kind: a name in FORMATS, "forced", or None if there are no calls
     thinks: True: the text begins within a thought; False: it may begin with one; None: there are none, or no more
     tools: what the model may call, as in a request
+    thinker: a name in THINKERS
     """
 
-    def __init__(self, kind: str | None, thinks: bool | None = None, tools: list | None = None):
+    def __init__(self, kind: str | None, thinks: bool | None = None, tools: list | None = None,
+                 thinker: str | None = None):
         self.kind, self.thinks, self.tools = kind, thinks, tools
+        begin, end, word = thought_marks(thinker)
+        self.thinking = rf"\A\s*+{regex.escape(begin)}{word}\s*"
+        self.thought = rf"{SPACES}{regex.escape(end)}\s*"
         self.held = ""  # text that is not sent yet: more may come that belongs to it
         self.num_calls = self.next_try = 0
         self.channel: str | None = None  # of the message that the text is in: a delta's key; None: it is in none
@@ -121,11 +136,11 @@ class Reader:
         self.held += text
         delta: dict[str, Any] = {"reasoning_content": "", "content": "", "tool_calls": []}
         if self.thinks is False:
-            text, begin = self._take_until(THINKING, ended)
+            text, begin = self._take_until(self.thinking, ended)
             self.held = text + (self.held[begin.end():] if begin else self.held)
             self.thinks = None if text else begin is not None
         if self.thinks:
-            delta["reasoning_content"], end = self._take_until(THOUGHT, ended)
+            delta["reasoning_content"], end = self._take_until(self.thought, ended)
             if end:
                 self.held, self.thinks = self.held.removeprefix(end[0]), None
         if self.thinks is None:
@@ -167,6 +182,8 @@ class Reader:
         """The calls in front of the held text, none if that is other JSON, and where they end."""
         if self.kind == "qwen3_coder":
             value, end = self._read_parameters(begin[1], len(begin[0]))
+        elif self.kind == "gemma4":
+            value, end = self._read_gemma(len(begin[0]))
         else:
             value, end = json.JSONDecoder().raw_decode(self.held, len(begin[0]))
         if not (closed := regex.compile(close).match(self.held, end)) and not ended:
@@ -183,6 +200,22 @@ class Reader:
         if not match:
             raise ValueError
         return {key: self._read_value(name, key, text) for key, text in zip(*match.allcaptures()[1:])}, match.end()
+
+    def _read_gemma(self, start: int) -> tuple[Any, int]:
+        """The arguments that the held text has from here on, and where they end. ValueError: not all of them."""
+        parts, depth, end = list[str](), 0, start
+        while depth or not parts:
+            if not (token := GEMMA_TOKEN.match(self.held, end)):
+                raise ValueError
+            kind, end = token.lastgroup, token.end()
+            part = token[kind].rstrip() if kind == "word" else token[kind]
+            if kind == "mark":
+                depth += (part in "{[") - (part in "}]")
+                if part == ":" and parts[-1][:1] != '"':  # a key without marks
+                    parts[-1] = json.dumps(parts[-1])
+            parts.append(json.dumps(part) if kind == "text" or kind == "word" and not LITERAL.fullmatch(part) and (
+                self.held[end:end + 1] != ":") else part)
+        return json.loads("".join(parts), strict=False), end
 
     def _read_value(self, function: str, parameter: str, text: str) -> Any:
         """As the tool's schema wants it: a string if it may be one, else what the text says in JSON."""

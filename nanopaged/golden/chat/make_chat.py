@@ -60,6 +60,7 @@ CONVERSATIONS = {
             call("search", {"query": "x", "n": 3})]), message("tool", "found", tool_call_id="call0")],
     "answered": [HELLO, message("assistant", "", tool_calls=[call("search", {"query": "x"})]), message("tool", "found"),
                  message("assistant", "It is x.")],
+    "channels": [HELLO, message("assistant", "<|channel>thought\nThey greet<channel|>Hi."), MORE],
     "parts": [message("user", [ONE, TWO], name="Ann"), ANSWER],
     "parts last": [HELLO, message("assistant", [ONE, TWO])],
     "answer first": [ANSWER, HELLO],
@@ -74,6 +75,8 @@ COMMON = [("question", OPEN), ("question", DONE), ("system", OPEN), ("turns", OP
           ("system and turns", GO_ON), ("answer first", OPEN), ("only system", OPEN), ("empty", DONE), ("empty", GO_ON),
           ("nulls", OPEN)]
 CASES = {
+    "channels": [*COMMON[:-3], ("question", OPEN | {"enable_thinking": True, "tools": "two"}), ("channels", OPEN),
+                 ("tool steps", OPEN | {"tools": "one"}), ("answered", DONE), ("parts", OPEN), ("parts last", DONE)],
     "thinking": [*COMMON, ("question", OPEN | {"enable_thinking": False}), ("turns", OPEN | {"enable_thinking": True}),
                  ("thoughts", OPEN), ("thoughts", DONE), ("thoughts", GO_ON), ("thoughts apart", DONE),
                  ("tool call", OPEN), ("tool call", GO_ON), ("tool steps", OPEN), ("answered", DONE),

@@ -1,0 +1,297 @@
+"""Gemma 4 (Google 2026): heads of two sizes, K that is V as well, and norms on both sides of each sublayer.
+
+What its layers have besides those of Gemma 3:
+
+    heads            Layers with a window have other heads than those that attend to all tokens, in 31B 16 kv heads of
+                     256 numbers and 4 of 512. Both share one pool (kinds/device.py).
+    k and v          v goes through a norm without a weight. With attention_k_eq_v the layers that attend to all tokens
+                     have no v_proj: v is what k_proj gives, before k's norm and rope.
+    scores           are not scaled: the norms of q and k bound them.
+    rope             Of layers that attend to all tokens a quarter of the pairs rotates ("proportional", rope.py).
+    layer_scalar     multiplies what a layer returns.
+    logits           cap * tanh(logits / cap), with cap = final_logit_softcapping
+    experts          (26B-A4B) stand beside the dense MLP. Each has a norm before and behind it, and a third one has the
+                     sum. The router has a norm of its own, and each expert's score a factor.
+    shared K and V   (E2B, E4B) The later half of the layers has q alone, and attends to K and V of the last layer of
+                     its kind that has them. The pool has nothing for these layers. Their MLP is wider in E2B.
+    a vector of each token for each layer
+                     (E2B, E4B) comes from a second table of embeddings, and from the embedding. A layer adds it to the
+                     stream last, through a gate.
+
+In multimodal checkpoints this is the text model. Other parts (vision and audio towers) are not read.
+"""
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanopaged import kernel, model, tiles
+from nanopaged.inputs import between, check_number
+from nanopaged.optional_triton import jit, launch_options, tl
+from nanopaged.options import feature
+from nanopaged.weights import families
+
+# --------------------------------------------------------------------------------------------------
+# Layers
+# --------------------------------------------------------------------------------------------------
+
+
+class Gemma4Layer(model.Layer):
+    """A layer with the heads of its kind."""
+
+    def __init__(self, config: model.ModelConfig, index: int, modules: model.Modules) -> None:
+        g, sizes = config.gemma4, dict(num_kv_heads=config.num_kv_heads, head_dim=config.head_dim)
+        if config.layer_heads:
+            sizes = dict(zip(sizes, config.layer_heads[index]))
+        c = replace(config, **sizes, intermediate_size=g["mlp_sizes"][index])
+        super().__init__(c, index, modules)
+        if (count := g["projections"][index]) < 2:
+            self.qkv_proj = modules.linear(c.hidden_size, (c.num_heads + count * c.num_kv_heads) * c.head_dim,
+                                           bias=c.qkv_bias)
+        if not count:
+            self.k_norm = self.q_norm  # there is no k
+        if c.experts:  # DenseAndExperts has norms in front
+            self.post_attention_layernorm = nn.Identity()
+        self.layer_scalar = nn.Parameter(torch.empty(1))
+        self.index, self.is_last, size = index, index == c.num_layers - 1, g["vector_size"]
+        if size:
+            self.per_layer_input_gate = modules.linear(c.hidden_size, size, bias=False)
+            self.per_layer_projection = modules.linear(size, c.hidden_size, bias=False)
+            self.post_per_layer_input_norm = modules.norm(c, c.hidden_size)
+        self.vectors = LayerVectors(c, modules) if size and not index else None
+
+    def forward(self, x: Any, rope: Tensor | None, batch: Any, cache: model.LayerCache,
+                kernels: kernel.Kernels) -> Tensor:
+        if self.vectors is not None:
+            batch.layer_vectors = self.vectors(x, batch.input_ids)  # the later layers read them, too
+        x = super().forward(x, rope, batch, cache, kernels)
+        if not isinstance(x, Tensor):  # fused.py's Sum
+            x = x.x + x.residual
+        if self.config.gemma4["vector_size"]:
+            vectors = batch.layer_vectors[:, self.index]
+            vectors = model.select_rows(vectors, batch) if self.is_last else vectors
+            y = model.ACTIVATIONS[self.config.activation](self.per_layer_input_gate(x)) * vectors
+            x = x + self.post_per_layer_input_norm(self.per_layer_projection(y))
+        return x * self.layer_scalar
+
+    def attention(self, x: Tensor, rope: Tensor | None, batch: model.Batch, cache: model.LayerCache,
+                  kernels: kernel.Kernels) -> Tensor:
+        store = rotate_and_store if kernels.in_triton else rotate_and_store_reference
+        return super().attention(x, rope, batch, cache, kernels._replace(rotate_and_store=store))
+
+
+class LayerVectors(nn.Module):
+    """The vectors of all layers, [T, num_layers, vector_size], of the tokens' embeddings [T, D] and ids [T]. The first
+    layer has this module."""
+
+    def __init__(self, config: model.ModelConfig, modules: model.Modules) -> None:
+        super().__init__()
+        c, self.size = config, config.gemma4["vector_size"]
+        self.embed_tokens_per_layer = modules.embedding(c.vocab_size, c.num_layers * self.size)
+        self.per_layer_model_projection = model.Linear(c.hidden_size, c.num_layers * self.size, bias=False)
+        self.per_layer_projection_norm = modules.norm(c, self.size)
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        projected = self.per_layer_model_projection(x) * x.shape[-1] ** -0.5
+        projected = self.per_layer_projection_norm(projected.view(-1, self.size))
+        vectors = self.embed_tokens_per_layer(ids).view(-1, self.size) * self.size ** 0.5
+        return ((projected + vectors) * 2 ** -0.5).view(len(x), -1, self.size)
+
+
+def rotate_and_store_reference(qkv: Tensor, num_heads: int, rotation: Tensor, q_norm: Tensor, k_norm: Tensor,
+                               eps: float, k_cache: Tensor, *more: Any) -> Tensor:
+    """`kernel.rotate_and_store_reference` with a norm of v. Where qkv has no v, v is k before its norm. Where it has
+    neither, nothing is stored."""
+    num_kv_heads = k_cache.shape[2]
+    if qkv.shape[1] == num_heads:
+        return kernel.rotate(kernel.rms_norm(qkv, q_norm, eps), rotation[:, None])
+    v = qkv[:, -num_kv_heads:]
+    v = kernel.rms_norm(v, torch.ones(v.shape[-1], device=v.device), eps)
+    qkv = torch.cat([qkv[:, :num_heads + num_kv_heads], v], dim=1)
+    return kernel.rotate_and_store_reference(qkv, num_heads, rotation, q_norm, k_norm, eps, k_cache, *more)
+
+
+def rotate_and_store(qkv: Tensor, num_heads: int, rotation: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float,
+                     k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, k_scale: float = 1.0,
+                     v_scale: float = 1.0) -> Tensor:
+    """`rotate_and_store_reference` in one launch."""
+    (num_tokens, num_rows, head_dim), num_kv_heads = qkv.shape, k_cache.shape[2]
+    q = qkv.new_empty(num_tokens, num_heads, head_dim)
+    rotate_and_store_kernel[(num_tokens, 1 if num_rows == num_heads else 2)](
+        qkv, q, rotation, q_norm, k_norm, eps, k_cache, v_cache, slot_mapping, 1 / k_scale, 1 / v_scale, qkv.stride(0),
+        *k_cache.stride()[:3], *v_cache.stride()[:3], V_HEAD=num_rows - num_kv_heads,
+        **tiles.store_constants(num_heads, num_kv_heads, head_dim, k_cache.shape[1]), **launch_options(qkv.device))
+    return q
+
+
+@jit
+def rotate_and_store_kernel(qkv, q_out, rotation, q_norm, k_norm, eps, k_cache, v_cache, slot_mapping, k_factor,
+                            v_factor, qkv_token, kc_block, kc_slot, kc_head, vc_block, vc_slot, vc_head,
+                            V_HEAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr,
+                            KV_HEADS: tl.constexpr, HALF: tl.constexpr, HEADS_PADDED: tl.constexpr,
+                            KV_PADDED: tl.constexpr, HALF_PADDED: tl.constexpr, PDL: tl.constexpr):
+    """Grid (token, 2), as chapter 1's. V_HEAD: the place of v's first head in qkv"""
+    token = tl.program_id(0).to(tl.int64)
+    at, rotation = qkv + token * qkv_token, rotation + token * 2 * HALF
+    i = tl.arange(0, HALF_PADDED)[None, :]
+    if tl.program_id(1) == 0:
+        head = tl.arange(0, HEADS_PADDED)[:, None]
+        valid = (head < HEADS) & (i < HALF)
+        a, b = kernel._norm_and_rope(at, head, i, valid, q_norm, rotation, eps, HALF, True, True, PDL)
+        q_at = q_out + (token * HEADS + head) * 2 * HALF + i
+        tl.store(q_at, a, mask=valid)
+        tl.store(q_at + HALF, b, mask=valid)
+    else:
+        slot = tl.load(slot_mapping + token).to(tl.int64)
+        block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+        head = tl.arange(0, KV_PADDED)[:, None]
+        written = (head < tl.where(slot >= 0, KV_HEADS, 0)) & (i < HALF)
+        a, b = kernel._norm_and_rope(at + HEADS * 2 * HALF, head, i, written, k_norm, rotation, eps, HALF, True, True,
+                                     PDL)
+        k_at = k_cache + block * kc_block + offset * kc_slot + head * kc_head + i
+        kernel._store(k_at, a, k_factor, written)
+        kernel._store(k_at + HALF, b, k_factor, written)
+        v = at + (V_HEAD + head) * 2 * HALF + i
+        a = tl.load(v, mask=written, other=0.0).to(tl.float32)
+        b = tl.load(v + HALF, mask=written, other=0.0).to(tl.float32)
+        scale = 1.0 / tl.sqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
+        v_at = v_cache + block * vc_block + offset * vc_slot + head * vc_head + i
+        kernel._store(v_at, a * scale, v_factor, written)
+        kernel._store(v_at + HALF, b * scale, v_factor, written)
+
+
+def capped(compute_logits: Callable[..., Tensor], cap: float, *args: Any) -> Tensor:
+    logits = compute_logits(*args)
+    return logits.div_(cap).tanh_().mul_(cap)
+
+
+class DenseAndExperts(nn.Module):
+    """Both MLPs of a layer of 26B-A4B: [T, D] -> [T, D], of what no norm has changed."""
+
+    def __init__(self, make: Callable[..., nn.Module], config: model.ModelConfig, index: int,
+                 modules: model.Modules) -> None:
+        """make: with_experts's"""
+        super().__init__()
+        norm = partial(modules.norm, config, config.hidden_size)
+        self.dense_norm, self.dense_post_norm = norm(), norm()
+        self.router_norm, self.experts_norm, self.experts_post_norm = norm(), norm(), norm()
+        self.dense = make(replace(config, experts=config.experts | {"dense_layers": [index]}), index, modules)
+        self.mixture = make(config, index, modules)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = self.mixture(self.experts_norm(x), self.router_norm(x))
+        return self.dense_post_norm(self.dense(self.dense_norm(x))) + self.experts_post_norm(mixed)
+
+
+def with_layers(modules: model.Modules, config: model.ModelConfig) -> model.Modules:
+    """The modules with these layers and logits, made of those of other models."""
+    layer, last_layer = (type(kind.__name__, (Gemma4Layer, kind), {}) for kind in (modules.layer, modules.last_layer))
+    if config.experts:
+        modules = modules._replace(mlp=partial(DenseAndExperts, modules.mlp))
+    if cap := config.gemma4["softcap"]:
+        modules = modules._replace(compute_logits=partial(capped, modules.compute_logits, cap))
+    return modules._replace(layer=layer, last_layer=last_layer)
+
+
+# --------------------------------------------------------------------------------------------------
+# The families
+# --------------------------------------------------------------------------------------------------
+
+# config.json may name only what differs from these.
+DEFAULTS: dict[str, Any] = dict(
+    vocab_size=262144, hidden_size=2304, intermediate_size=9216, num_hidden_layers=30, num_attention_heads=8,
+    num_key_value_heads=4, head_dim=256, global_head_dim=512, hidden_activation="gelu_pytorch_tanh",
+    max_position_embeddings=131072, tie_word_embeddings=True, sliding_window=512, hidden_size_per_layer_input=256)
+ROPES: dict[str, dict[str, Any]] = {
+    families.FULL: dict(rope_type="proportional", partial_rotary_factor=0.25, rope_theta=1e6),
+    families.SLIDING: dict(rope_type="default", rope_theta=1e4)}
+
+
+def gemma4(hf: dict[str, Any]) -> model.ModelConfig:
+    hf = DEFAULTS | {key: value for key, value in hf.items() if value is not None}
+    num_layers = families.check_size("num_layers", hf["num_hidden_layers"])
+    if hf.get("use_bidirectional_attention") == "all":
+        raise ValueError("Gemma 4 with use_bidirectional_attention='all' is not supported: each of its tokens attends "
+                         "to later ones, and a decoder has none")
+    kinds = [*(hf.get("layer_types") or [])[:-1], families.FULL]  # whatever config.json says of the last one
+    is_local = families.windows(hf | {"sliding_window": 1, "layer_types": kinds if len(kinds) > 1 else None},
+                                lambda i: (i + 1) % 6 != 0 and i + 1 < num_layers)
+    given = ROPES | (hf.get("rope_parameters") or {})
+    config = families.llama(
+        hf, mlp_bias=False, qk_norm=True, **families.POST, activation=hf["hidden_activation"],
+        embedding_multiplier=hf["hidden_size"] ** 0.5, attention_scale=1.0, layer_ropes=is_local,
+        ropes=[families.rope_settings(hf | {"rope_parameters": given[kind]}, True)
+               for kind in (families.FULL, families.SLIDING)],
+        sliding_windows=[hf["sliding_window"] * i for i in is_local])
+    config.names = config.names | {"post_attention_layernorm": "pre_feedforward_layernorm"}
+    if (cap := hf.get("final_logit_softcapping")) is not None:
+        check_number("config.json: final_logit_softcapping", cap, (int, float), lambda x: 0 < x < 1e15,
+                     "a number above 0 and below 1e15")
+    num_shared = check_number("config.json: num_kv_shared_layers", hf.get("num_kv_shared_layers", 0),
+                              *between(int, 0, num_layers - 1))
+    one_projection, first = bool(hf.get("attention_k_eq_v")), num_layers - num_shared
+    wide = config.intermediate_size * (2 if hf.get("use_double_wide_mlp") else 1)
+    config.gemma4 = dict(
+        softcap=cap, projections=[2 if local or not one_projection else 1 for local in is_local[:first]]
+        + [0] * num_shared, mlp_sizes=[config.intermediate_size] * first + [wide] * num_shared,
+        vector_size=hf["hidden_size_per_layer_input"])
+    read_heads(config, hf, one_projection)
+    if num_shared:
+        last = {kind: i for i, kind in enumerate(zip(is_local[:first], config.layer_heads[:first]))}
+        sources = [last.get(kind, -1) for kind in zip(is_local[first:], config.layer_heads[first:])]
+        if -1 in sources:
+            raise ValueError(f"config.json: num_kv_shared_layers is {num_shared}, but before these layers none of the "
+                             f"kind of layer {first + sources.index(-1)} has K and V")
+        config.kv_sharing = [*range(first), *sources]
+    if len({*config.layer_heads}) == 1:
+        (config.num_kv_heads, config.head_dim), config.layer_heads = config.layer_heads[0], []
+    if config.gemma4["vector_size"]:
+        families.check_size("hidden_size", config.gemma4["vector_size"])
+        families.require("Gemma 4", hf, dict(vocab_size_per_layer_input=config.vocab_size))
+        config.names |= {f"layers.0.vectors.{name}.weight": f"{name}.weight" for name in (
+            "embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm")}
+    if hf.get("enable_moe_block"):
+        add_experts(config, hf)
+    return config
+
+
+def read_heads(config: model.ModelConfig, hf: dict[str, Any], one_projection: bool) -> None:
+    """config.layer_heads. transformers 5 writes per_layer_config, which counts, in place of two keys."""
+    full = dict(head_dim=hf["global_head_dim"])
+    if one_projection and hf.get("num_global_key_value_heads"):
+        full["num_key_value_heads"] = hf["num_global_key_value_heads"]
+    layers = hf.get("per_layer_config") or {i: full for i, local in enumerate(config.layer_ropes) if not local}
+    config.layer_heads = [(config.num_kv_heads, config.head_dim)] * config.num_layers
+    for index, heads in layers.items():
+        if not {*heads} <= {"head_dim", "num_key_value_heads"} or not str(index).isdecimal() or (
+                int(index) >= config.num_layers):
+            raise ValueError("config.json: per_layer_config says head_dim and num_key_value_heads of a layer's number, "
+                             f"below {config.num_layers}, not {index!r:.40}: {heads!r:.80}")
+        changed = replace(config, num_kv_heads=heads.get("num_key_value_heads", config.num_kv_heads),
+                          head_dim=heads.get("head_dim", config.head_dim))
+        families.check_config(changed)
+        config.layer_heads[int(index)] = changed.num_kv_heads, changed.head_dim
+    for kind, rope in enumerate(config.ropes):
+        sizes = {heads[1] for heads, local in zip(config.layer_heads, config.layer_ropes) if local == kind}
+        if len(sizes) > 1:
+            raise ValueError(f"config.json: per_layer_config has head_dim {' and '.join(map(str, sorted(sizes)))} in "
+                             "layers with one rope; expected one size")
+        rope["head_dim"] = min(sizes, default=config.head_dim)
+
+
+def add_experts(config: model.ModelConfig, hf: dict[str, Any]) -> None:
+    """26B-A4B's: DenseAndExperts under the checkpoint's names."""
+    experts = feature("experts", "Gemma 4 with experts")
+    config.experts = experts.mixture({"num_experts_per_tok": hf["top_k_experts"]} | hf, "num_experts",
+                                     "moe_intermediate_size", True) | {"has_scale": True}
+    config.names |= {
+        "mlp": "", "dense": "mlp", "mixture": "", "router": "router.proj", "expert_scale": "router.per_expert_scale",
+        "dense_norm": "pre_feedforward_layernorm", "dense_post_norm": "post_feedforward_layernorm_1",
+        "experts_norm": "pre_feedforward_layernorm_2", "experts_post_norm": "post_feedforward_layernorm_2"}
+    config.names |= {f"layers.{i}.mlp.router_norm.weight": f"layers.{i}.router.scale" for i in range(config.num_layers)}
+    config.merged = {
+        "experts.gate_up_proj": dict.fromkeys(("experts.{}.gate_proj", "experts.{}.up_proj"), config.experts["size"]),
+        "experts.down_proj": {"experts.{}.down_proj": config.hidden_size}}
