@@ -227,7 +227,8 @@ def test_long_prompts_in_both_forms():
     y = torch.cat([x, x, x[:600]])
     together = layer.run((y, columns), (700, 0, ZERO, 5, {}), (700, 0, ZERO, 6, {}), (600, 0, ZERO, 7, {}))
     assert torch.equal(together, torch.cat([alone, alone, alone[:600]]))
-    assert all(torch.equal(states[2], states[one]) for states in layer.states for one in (5, 6))
+    rings, matrices = (states[[2, 5, 6]].nan_to_num(9) for states in layer.states)  # an entry of a ring is not written
+    assert all(torch.equal(one[0], other) for one in (rings, matrices) for other in one)
     layer.check((1, 700, 2, 8, {}), (64, 640, 4, 9, {}))
 
 
