@@ -32,7 +32,8 @@ def feature_forms(r: Any) -> Iterator[Callable[[], Any]]:
     is_fused = r.modules.norm is not model.PLAIN.norm
     for name, is_there in {"cascade": getattr(r, "cascade", None), "fused": is_fused, "fp8": r.fp8,
                            "pick": r.pick is not pick, "fused_experts": is_fused and r.config.experts,
-                           "kinds.slots": r.config.groups, "qwen3_5": is_fused and r.config.output_gate}.items():
+                           "kinds.slots": r.config.groups, "qwen3_5": is_fused and r.config.output_gate,
+                           "gemma4": r.config.gemma4}.items():
         if is_there:
             yield from feature(name, "the model").kernel_forms(r)
 

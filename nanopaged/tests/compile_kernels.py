@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 
 import kernel
 from nanopaged import tiles
-from nanopaged.features import cascade, four_bits, fused, fused_experts, pick
+from nanopaged.features import cascade, four_bits, fused, fused_experts, gemma4, pick
 from nanopaged.features import hopper as hopper_file
 from nanopaged.features.fp8 import quantize_rows_kernel
 from nanopaged.features.kinds.slots import group_slots_kernel
@@ -163,6 +163,12 @@ def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
             yield partial(experts, capability, dtype, act, num_tokens, kind, routed)
     yield partial(compile_kernel, gate_output_kernel, dict(SIZE=4096, TILE=1024), dtype, capability,
                   **dict.fromkeys(("o", "gate"), f"*{TYPES[dtype]}"))
+    wide = dict(V_HEAD=20, BLOCK_SIZE=64, HEADS=16, KV_HEADS=4, HALF=256, HEADS_PADDED=16, KV_PADDED=4,
+                HALF_PADDED=256)  # heads of 512 numbers
+    for fp8 in (False, True) if capability >= 89 else (False,):
+        yield partial(compile_kernel, gemma4.rotate_and_store_kernel, wide, dtype, capability, 8, fp8=fp8, **in_float32)
+    yield partial(compile_kernel, gemma4.add_norms_kernel, dict(COUNT=2, SIZE=5376, PADDED=8192), dtype, capability, 16,
+                  post="*fp32", weight="*fp32", scalar=f"*{TYPES[dtype]}")
     picked = dict(best="*fp32", at="*i32", out="*i64")
     integers = dict.fromkeys(("slots", "positions"), "*i32")
     yield partial(compile_kernel, group_slots_kernel, dict(BLOCK_SIZE=64, TILE=1024), dtype, capability, **integers)
@@ -213,7 +219,9 @@ def main(capabilities: list[int], quick: bool) -> int:
         types = [dtype for dtype in TYPES if dtype is not torch.bfloat16 or capability >= 80]
         for dtype in types[-1:] if quick else types:
             has_fp8 = capability >= 89 and dtype is not torch.float32
-            for head_dim in (128,) if quick else (64, 128, 256):
+            for head_dim in (128,) if quick else (64, 128, 256, 512):
+                if head_dim == 512 and (capability < 80 or dtype is torch.float32):  # see `tile_config`
+                    continue
                 for form, fp8 in itertools.product(FORMS, (False, True) if has_fp8 else (False,)):
                     # What cascade.has_same_bits asks for.
                     if form[0] in ("prefix", "suffix") and (dtype.itemsize > 2 or fp8 or head_dim > 128

@@ -8,7 +8,7 @@ import torch
 
 from nanopaged import LLM, SamplingParams
 from nanopaged.features import fused, graphs
-from nanopaged.features.gemma4 import rotate_and_store, rotate_and_store_reference
+from nanopaged.features.gemma4 import add_norms, rotate_and_store, rotate_and_store_reference
 from nanopaged.tests.helpers import (
     CUDA,
     DEVICE,
@@ -27,7 +27,7 @@ from nanopaged.tests.helpers import (
     tokens_of,
     use_modules,
 )
-from nanopaged.tests.pretended import kept, plain_kernels
+from nanopaged.tests.pretended import PlainKernels, kept, plain_kernels
 from nanopaged.tests.test_graphs import record_graphs
 from nanopaged.weights.families import read_model_config
 
@@ -189,3 +189,18 @@ def test_rotate_and_store(kv_rows, num_heads, num_kv_heads, head_dim):
     for ours, theirs in zip(*found):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     assert bool(found[1][1].any()) == bool(kv_rows)
+
+
+@needs_kernel
+@pytest.mark.parametrize("count, scalar", [(0, None), (1, 0.7), (3, 0.7)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_norms_on_both_sides_of_an_addition(dtype, count, scalar):
+    torch.manual_seed(0)
+    x = torch.randn(*[count] * (count > 0), 3, 40, device=DEVICE).to(dtype)
+    residual = torch.randn(3, 40, device=DEVICE).to(dtype)
+    post, weight = (1 + torch.randn(40, device=DEVICE) / 4 for _ in range(2))
+    scalar = None if scalar is None else torch.tensor([scalar], dtype=dtype, device=DEVICE)
+    given = residual, scalar, weight, 1e-6
+    found = add_norms(x, post, *given)
+    for ours, exact in zip(found, PlainKernels.add_norms(x, post, *given)):
+        torch.testing.assert_close(ours, exact, rtol=3e-3 if dtype is torch.float16 else 1e-5, atol=1e-3)
