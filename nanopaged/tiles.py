@@ -104,9 +104,11 @@ def tile_config(phase: str, group: int, head_dim: int, element_size: int, shared
     """Tile sizes, warps and pipeline stages of a launch; phase is "decode" or "prefill".
 
     Shared memory (bytes) holds the queries and, for each stage, a tile of K and a tile of V. If that does not fit,
-    stages are given up first, then tile width. (Heads of 512 numbers in 16 bits, as Gemma 4 has, take 97 KiB in prefill
-    on a Hopper, and 96 of the 99 KiB that Ampere and Ada have at least; Turing's 64 are too few.) TILE_N also decides the order of additions, so it must not depend on
+    stages are given up first, then tile width. TILE_N also decides the order of additions, so it must not depend on
     max_stages: a device always uses the same TILE_N for a model.
+
+    Heads of 512 numbers (Gemma 4) fit in 16 bits: prefill takes 97 KiB on a Hopper, and 96 of the 99 KiB that a block
+    has on Ampere and Ada at least. Turing has 64 KiB, which are too few.
     """
     heads, dims = next_power_of_2(group), max(MIN_DIM, next_power_of_2(head_dim))
     num_warps = 4

@@ -192,27 +192,27 @@ def rotate_and_store_kernel(qkv, q_out, rotation, q_norm, k_norm, eps, k_cache, 
     if tl.program_id(1) == 0:
         head = tl.arange(0, HEADS_PADDED)[:, None]
         valid = (head < HEADS) & (i < HALF)
-        a, b = kernel._norm_and_rope(at, head, i, valid, q_norm, rotation, eps, HALF, True, True, PDL)
+        q_a, q_b = kernel._norm_and_rope(at, head, i, valid, q_norm, rotation, eps, HALF, True, True, PDL)
         q_at = q_out + (token * HEADS + head) * 2 * HALF + i
-        tl.store(q_at, a, mask=valid)
-        tl.store(q_at + HALF, b, mask=valid)
+        tl.store(q_at, q_a, mask=valid)
+        tl.store(q_at + HALF, q_b, mask=valid)
     else:
         slot = tl.load(slot_mapping + token).to(tl.int64)
         block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-        head = tl.arange(0, KV_PADDED)[:, None]
-        written = (head < tl.where(slot >= 0, KV_HEADS, 0)) & (i < HALF)
-        a, b = kernel._norm_and_rope(at + HEADS * 2 * HALF, head, i, written, k_norm, rotation, eps, HALF, True, True,
-                                     PDL)
-        k_at = k_cache + block * kc_block + offset * kc_slot + head * kc_head + i
-        kernel._store(k_at, a, k_factor, written)
-        kernel._store(k_at + HALF, b, k_factor, written)
-        v = at + (V_HEAD + head) * 2 * HALF + i
-        a = tl.load(v, mask=written, other=0.0).to(tl.float32)
-        b = tl.load(v + HALF, mask=written, other=0.0).to(tl.float32)
-        scale = 1.0 / tl.sqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
-        v_at = v_cache + block * vc_block + offset * vc_slot + head * vc_head + i
-        kernel._store(v_at, a * scale, v_factor, written)
-        kernel._store(v_at + HALF, b * scale, v_factor, written)
+        kv_head = tl.arange(0, KV_PADDED)[:, None]
+        written = (kv_head < tl.where(slot >= 0, KV_HEADS, 0)) & (i < HALF)
+        k_a, k_b = kernel._norm_and_rope(at + HEADS * 2 * HALF, kv_head, i, written, k_norm, rotation, eps, HALF, True,
+                                         True, PDL)
+        k_at = k_cache + block * kc_block + offset * kc_slot + kv_head * kc_head + i
+        kernel._store(k_at, k_a, k_factor, written)
+        kernel._store(k_at + HALF, k_b, k_factor, written)
+        v = at + (V_HEAD + kv_head) * 2 * HALF + i
+        v_a = tl.load(v, mask=written, other=0.0).to(tl.float32)
+        v_b = tl.load(v + HALF, mask=written, other=0.0).to(tl.float32)
+        scale = 1.0 / tl.sqrt((tl.sum(v_a * v_a, 1) + tl.sum(v_b * v_b, 1)) / (2 * HALF) + eps)[:, None]
+        v_at = v_cache + block * vc_block + offset * vc_slot + kv_head * vc_head + i
+        kernel._store(v_at, v_a * scale, v_factor, written)
+        kernel._store(v_at + HALF, v_b * scale, v_factor, written)
 
 
 def add_norms(x: Tensor, post: Tensor, residual: Tensor, scalar: Tensor | None, weight: Tensor,

@@ -87,15 +87,16 @@ def test_what_is_refused(change, message):
 
 # ---- Texts
 
-@pytest.mark.parametrize("options", [
-    dict(num_blocks=18, block_size=4, max_num_batched_tokens=7), dict(block_size=8, lookahead=1, max_num_seqs=2),
-    dict(enable_prefix_caching=False, enforce_eager=True),
-    dict(speculative_config={"num_speculative_tokens": 3}, block_size=4, max_num_batched_tokens=20)], ids=str)
-@pytest.mark.parametrize("variant", GEMMA4)
+@pytest.mark.parametrize("variant, options", [
+    *((variant, dict(num_blocks=num_blocks, block_size=4, max_num_batched_tokens=7, lookahead=i % 2))
+      for i, (variant, num_blocks) in enumerate(zip(GEMMA4, (15, 18, 18, 11)))), ("gemma4", dict(block_size=8, lookahead=1, max_num_seqs=2)),
+    ("gemma4-moe", dict(enable_prefix_caching=False, enforce_eager=True)),
+    *((variant, dict(speculative_config={"num_speculative_tokens": 3}, block_size=4, max_num_batched_tokens=20))
+      for variant in ("gemma4", "gemma4-e2b"))], ids=str)
 def test_texts_of_transformers(variant, options):
     """In chunks, with preemptions, with drafts, and from cached blocks."""
     llm = load(variant, device="cpu", **options)
-    assert_golden(llm, variant, times=2)
+    assert_golden(llm, variant)
     assert_golden(llm, variant)
     llm.scheduler.block_manager.check_idle()
     assert llm.config.groups and (llm.counts.num_preemptions > 0) == ("num_blocks" in options)
