@@ -154,8 +154,9 @@ def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
     for act, num_tokens in itertools.product(("swigluoai", ""), (1, 64, 8192)) if keeps else ():
         yield partial(experts, capability, dtype, act, num_tokens, torch.uint8, routed | dict(bias=f"*{TYPES[dtype]}"))
     route = dict(EXPERTS=40, COLUMNS=48, PADDED=64, TOP_K=6, CHOICES=8, NORMALIZED=True, COUNT=4)
-    plain = dict(SIGMOID=0.0, bias=None)
-    for shared, more, types in ((False, plain, {}), (True, plain, {}), (False, dict(SIGMOID=1.5), dict(bias="*fp32"))):
+    plain, scaled = dict(SIGMOID=0.0, bias=None, scale=None), dict(SIGMOID=0.0, bias=None)
+    for shared, more, types in ((False, plain, {}), (True, plain, {}), (False, scaled, dict(scale=f"*{TYPES[dtype]}")),
+                                (False, dict(SIGMOID=1.5, scale=None), dict(bias="*fp32"))):
         yield partial(compile_kernel, fused_experts.route_kernel, route | more | dict(SHARED=shared), dtype, capability,
                       1, **routed, **types)
     for act, num_tokens in itertools.product(("silu", ""), (1, 64, 8192)):
