@@ -356,8 +356,7 @@ def gemma4(hf: dict[str, Any]) -> model.ModelConfig:
             raise ValueError(f"config.json: num_kv_shared_layers is {num_shared}, but before these layers none of the "
                              f"kind of layer {first + sources.index(-1)} has K and V")
         config.kv_sharing = [*range(first), *sources]
-    if len({*config.layer_heads}) == 1:
-        (config.num_kv_heads, config.head_dim), config.layer_heads = config.layer_heads[0], []
+    config.num_kv_heads, config.head_dim = config.layer_heads[0]  # what a pool has whose layers are all alike
     if config.gemma4["vector_size"]:
         families.check_size("hidden_size", config.gemma4["vector_size"])
         families.require("Gemma 4", hf, dict(vocab_size_per_layer_input=config.vocab_size))
