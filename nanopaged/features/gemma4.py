@@ -35,6 +35,8 @@ from nanopaged.optional_triton import jit, launch_options, tl
 from nanopaged.options import feature
 from nanopaged.weights import families
 
+WIDE_PREFILL = {2: 96, 4: 128}  # KiB of shared memory with heads of 512 numbers, by bytes of a number
+
 # --------------------------------------------------------------------------------------------------
 # Layers
 # --------------------------------------------------------------------------------------------------
@@ -44,10 +46,8 @@ class Gemma4Layer(model.Layer):
     """A layer with the heads of its kind."""
 
     def __init__(self, config: model.ModelConfig, index: int, modules: model.Modules) -> None:
-        g, sizes = config.gemma4, dict(num_kv_heads=config.num_kv_heads, head_dim=config.head_dim)
-        if config.layer_heads:
-            sizes = dict(zip(sizes, config.layer_heads[index]))
-        c = replace(config, **sizes, intermediate_size=g["mlp_sizes"][index])
+        g, (num_kv_heads, head_dim) = config.gemma4, config.layer_heads[index]
+        c = replace(config, num_kv_heads=num_kv_heads, head_dim=head_dim, intermediate_size=g["mlp_sizes"][index])
         super().__init__(c, index, modules)
         if (count := g["projections"][index]) < 2:
             self.qkv_proj = modules.linear(c.hidden_size, (c.num_heads + count * c.num_kv_heads) * c.head_dim,
@@ -253,10 +253,15 @@ def add_norms_kernel(x, post, residual, scalar, weight, out, total, eps, num_row
 
 
 def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
-    """For warmup.py."""
+    """For warmup.py. ValueError: the GPU has too little shared memory."""
     c, make = r.config, partial(torch.zeros, dtype=r.dtype, device=r.device)
-    norm = partial(torch.zeros, dtype=torch.float32, device=r.device)
-    heads = c.layer_heads or [(c.num_kv_heads, c.head_dim)] * c.num_layers
+    norm, heads = partial(torch.zeros, dtype=torch.float32, device=r.device), c.layer_heads
+    widest = max(head_dim for _, head_dim in heads)
+    needed, there = WIDE_PREFILL[r.dtype.itemsize] if widest > 256 else 0, tiles.shared_memory(r.device) >> 10
+    if there < needed:
+        raise ValueError(f"heads of {widest} numbers in {str(r.dtype).removeprefix('torch.')} need {needed} KiB of "
+                         f"shared memory for a block, and {r.device} has {there}; use 16 bits on a GPU of compute "
+                         "capability 8.0 or more, or attention='torch'")
     for (num_kv_heads, head_dim), count in {*zip(heads, c.gemma4["projections"])}:
         cache = r.pool.one_block(heads.index((num_kv_heads, head_dim)))
         yield partial(rotate_and_store, make(0, c.num_heads + count * num_kv_heads, head_dim), c.num_heads,

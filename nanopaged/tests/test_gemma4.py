@@ -2,13 +2,14 @@
 test_more_families.py, tests of fused modules and of bfloat16 those of test_families.py.)"""
 import json
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from nanopaged import LLM, SamplingParams
+from nanopaged import LLM, SamplingParams, tiles
 from nanopaged.features import fused, graphs
-from nanopaged.features.gemma4 import add_norms, rotate_and_store, rotate_and_store_reference
+from nanopaged.features.gemma4 import add_norms, kernel_forms, rotate_and_store, rotate_and_store_reference
 from nanopaged.tests.helpers import (
     CUDA,
     DEVICE,
@@ -173,6 +174,24 @@ def test_matrices_in_8_bits(tmp_path, keeps, variant):
 
 
 # ---- Kernels
+
+@needs_kernel
+@pytest.mark.skipif(CUDA, reason="test_more_families.py runs all kernels there")
+def test_small_kernels():
+    """Fused modules with their kernels, and those that compile ahead, in the interpreter."""
+    llm = load("gemma4-moe", attention="triton", device="cpu")
+    use_modules(llm, fused.MODULES)
+    llm.runner.modules = fused.MODULES
+    for task in kernel_forms(llm.runner):
+        task()
+    assert_golden(llm, "gemma4-moe", slice(1), num_tokens=2)
+
+
+def test_a_gpu_with_too_little_shared_memory(monkeypatch):
+    runner = SimpleNamespace(config=read(TEXT_31B), dtype=torch.float16, device=torch.device("cpu"))
+    monkeypatch.setattr(tiles, "shared_memory", lambda device: 65536)
+    assert "need 96 KiB of shared memory for a block, and cpu has 64" in complaint(list, kernel_forms(runner))
+
 
 @needs_kernel
 @pytest.mark.parametrize("kv_rows", [2, 1, 0])
