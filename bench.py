@@ -46,11 +46,12 @@ import nanopaged  # noqa: F401  before torch: it silences a warning of torch's
 # isort: split
 import torch
 
-from nanopaged import LLM, SamplingParams, engine, kernel
+from nanopaged import LLM, SamplingParams, engine, kernel, model
 from nanopaged.features.simulate import Card, Request, Simulation, Sizes, Times
 from nanopaged.options import feature
 from nanopaged.outputs import RequestMetrics
 from nanopaged.text.byte_level import ADDED_TOKEN, CHAR_OF
+from nanopaged.weights.build import modules_for
 from nanopaged.weights.families import read_model_config
 
 QWEN3 = dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", vocab_size=151936, num_key_value_heads=8,
@@ -795,15 +796,15 @@ def gemma4_memory(quick: bool) -> None:
 def gemma4(limits: Card, quick: bool) -> None:
     """Gemma 4 31B's shape, and 26B-A4B's. The limit of decode is that of reading all weights, and K and V behind the
     windows, and that of prefill the products with the weights."""
-    for name in GEMMA4:
+    for name, shape in GEMMA4.items():
         llm: Any = None  # frees the engine before
-        llm = random_llm(GEMMA4[name], max_model_len=9000)
-        c, parameters = llm.config, [*llm.runner.model.parameters()]
-        size, numbers = sum(one.nbytes for one in parameters), sum(one.numel() for one in parameters)
+        llm, c = random_llm(shape, max_model_len=9000), read_model_config(shape)
+        with torch.device("meta"):
+            numbers = sum(one.numel() for one in model.Transformer(c, modules_for(c)).parameters())
         for batch in (1, 8, 64):
             kv = sum(4 * heads * head_dim * min(540, window or 540)
                      for (heads, head_dim), window in zip(c.layer_heads, c.sliding_windows))
-            limit = None if c.experts else (size + batch * kv) / limits.copy * 1000
+            limit = None if c.experts else (2 * numbers + batch * kv) / limits.copy * 1000
             row(f"Gemma 4 {name} decode, batch {batch}, context 512", decode_ms(llm, batch, 512, 30), "ms/step", limit)
         prefill_rate(llm, 4, 8000)  # warm up
         limit = None if c.experts else limits.product / (2 * (numbers - c.vocab_size * c.hidden_size))

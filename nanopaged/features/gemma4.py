@@ -20,10 +20,11 @@ What its layers have besides those of Gemma 3:
 
 In multimodal checkpoints this is the text model. Other parts (vision and audio towers) are not read.
 """
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,8 @@ from nanopaged.optional_triton import jit, launch_options, tl
 from nanopaged.options import feature
 from nanopaged.weights import families
 
+WIDE_PREFILL = {2: 96, 4: 128}  # KiB of shared memory with heads of 512 numbers, by bytes of a number
+
 # --------------------------------------------------------------------------------------------------
 # Layers
 # --------------------------------------------------------------------------------------------------
@@ -43,10 +46,8 @@ class Gemma4Layer(model.Layer):
     """A layer with the heads of its kind."""
 
     def __init__(self, config: model.ModelConfig, index: int, modules: model.Modules) -> None:
-        g, sizes = config.gemma4, dict(num_kv_heads=config.num_kv_heads, head_dim=config.head_dim)
-        if config.layer_heads:
-            sizes = dict(zip(sizes, config.layer_heads[index]))
-        c = replace(config, **sizes, intermediate_size=g["mlp_sizes"][index])
+        g, (num_kv_heads, head_dim) = config.gemma4, config.layer_heads[index]
+        c = replace(config, num_kv_heads=num_kv_heads, head_dim=head_dim, intermediate_size=g["mlp_sizes"][index])
         super().__init__(c, index, modules)
         if (count := g["projections"][index]) < 2:
             self.qkv_proj = modules.linear(c.hidden_size, (c.num_heads + count * c.num_kv_heads) * c.head_dim,
@@ -68,19 +69,70 @@ class Gemma4Layer(model.Layer):
         if self.vectors is not None:
             batch.layer_vectors = self.vectors(x, batch.input_ids)  # the later layers read them, too
         x = super().forward(x, rope, batch, cache, kernels)
-        if not isinstance(x, Tensor):  # fused.py's Sum
-            x = x.x + x.residual
         if self.config.gemma4["vector_size"]:
-            vectors = batch.layer_vectors[:, self.index]
-            vectors = model.select_rows(vectors, batch) if self.is_last else vectors
-            y = model.ACTIVATIONS[self.config.activation](self.per_layer_input_gate(x)) * vectors
-            x = x + self.post_per_layer_input_norm(self.per_layer_projection(y))
+            x = x + self.post_per_layer_input_norm(self.gated_vectors(x, batch))
         return x * self.layer_scalar
+
+    def gated_vectors(self, x: Tensor, batch: Any) -> Tensor:
+        """[T, D] -> [T, D], without the norm behind"""
+        vectors = batch.layer_vectors[:, self.index]
+        vectors = model.select_rows(vectors, batch) if self.is_last else vectors
+        gate = model.ACTIVATIONS[self.config.activation](self.per_layer_input_gate(x))
+        return self.per_layer_projection(gate * vectors)
 
     def attention(self, x: Tensor, rope: Tensor | None, batch: model.Batch, cache: model.LayerCache,
                   kernels: kernel.Kernels) -> Tensor:
         store = rotate_and_store if kernels.in_triton else rotate_and_store_reference
         return super().attention(x, rope, batch, cache, kernels._replace(rotate_and_store=store))
+
+
+class LateNorm(model.Norm):
+    """The norm behind a sublayer, which is applied where the sublayer's result is added (`add_norms`)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Late(NamedTuple):
+    """(residual + norm(x)) * scalar, not computed yet: the next norm's launch does that."""
+    x: Tensor  # [T, D], or partial products of it [count, T, D]
+    norm: nn.Module
+    residual: Tensor  # [T, D]
+    scalar: Tensor | None = None  # [1]
+
+    def then(self, norm: nn.Module) -> tuple[Tensor, Tensor]:
+        """(norm(sum), sum)"""
+        return add_norms(self.x, self.norm.weight, self.residual, self.scalar, norm.weight, norm.eps)
+
+
+class FusedGemma4Layer(Gemma4Layer):
+    """With the modules of fused.py. It returns a `Late`, the last layer a tensor."""
+    keep: Callable[..., Tensor]  # fused.py's
+
+    def __init__(self, config: model.ModelConfig, index: int, modules: model.Modules) -> None:
+        super().__init__(config, index, modules)
+        for name in ("attention_post_norm", "mlp_post_norm", "post_per_layer_input_norm"):
+            if hasattr(self, name):
+                setattr(self, name, LateNorm(config, config.hidden_size))
+
+    def forward(self, x: Any, rope: Tensor | None, batch: Any, cache: model.LayerCache,
+                kernels: kernel.Kernels) -> Any:
+        if self.vectors is not None:
+            batch.layer_vectors = self.vectors(x, batch.input_ids)
+        x, residual = x.then(self.input_layernorm) if isinstance(x, Late) else (self.input_layernorm(x), x)
+        x = self.attention(x, rope, batch, cache, kernels)
+        late = Late(x, self.attention_post_norm, self.keep(residual, batch))
+        if self.config.experts:
+            for_dense, residual = late.then(self.mlp.dense_norm)
+            x = self.mlp(residual, for_dense)
+        else:
+            x, residual = late.then(self.post_attention_layernorm)
+            x = self.mlp(x)
+        late = Late(x, self.mlp_post_norm, residual, self.layer_scalar)
+        if self.config.gemma4["vector_size"]:
+            _, x = late._replace(scalar=None).then(self.mlp_post_norm)
+            late = Late(self.gated_vectors(x, batch), self.post_per_layer_input_norm, x, self.layer_scalar)
+        return late.then(late.norm)[1] if self.is_last else late
 
 
 class LayerVectors(nn.Module):
@@ -140,27 +192,87 @@ def rotate_and_store_kernel(qkv, q_out, rotation, q_norm, k_norm, eps, k_cache, 
     if tl.program_id(1) == 0:
         head = tl.arange(0, HEADS_PADDED)[:, None]
         valid = (head < HEADS) & (i < HALF)
-        a, b = kernel._norm_and_rope(at, head, i, valid, q_norm, rotation, eps, HALF, True, True, PDL)
+        q_a, q_b = kernel._norm_and_rope(at, head, i, valid, q_norm, rotation, eps, HALF, True, True, PDL)
         q_at = q_out + (token * HEADS + head) * 2 * HALF + i
-        tl.store(q_at, a, mask=valid)
-        tl.store(q_at + HALF, b, mask=valid)
+        tl.store(q_at, q_a, mask=valid)
+        tl.store(q_at + HALF, q_b, mask=valid)
     else:
         slot = tl.load(slot_mapping + token).to(tl.int64)
         block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-        head = tl.arange(0, KV_PADDED)[:, None]
-        written = (head < tl.where(slot >= 0, KV_HEADS, 0)) & (i < HALF)
-        a, b = kernel._norm_and_rope(at + HEADS * 2 * HALF, head, i, written, k_norm, rotation, eps, HALF, True, True,
-                                     PDL)
-        k_at = k_cache + block * kc_block + offset * kc_slot + head * kc_head + i
-        kernel._store(k_at, a, k_factor, written)
-        kernel._store(k_at + HALF, b, k_factor, written)
-        v = at + (V_HEAD + head) * 2 * HALF + i
-        a = tl.load(v, mask=written, other=0.0).to(tl.float32)
-        b = tl.load(v + HALF, mask=written, other=0.0).to(tl.float32)
-        scale = 1.0 / tl.sqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
-        v_at = v_cache + block * vc_block + offset * vc_slot + head * vc_head + i
-        kernel._store(v_at, a * scale, v_factor, written)
-        kernel._store(v_at + HALF, b * scale, v_factor, written)
+        kv_head = tl.arange(0, KV_PADDED)[:, None]
+        written = (kv_head < tl.where(slot >= 0, KV_HEADS, 0)) & (i < HALF)
+        k_a, k_b = kernel._norm_and_rope(at + HEADS * 2 * HALF, kv_head, i, written, k_norm, rotation, eps, HALF, True,
+                                         True, PDL)
+        k_at = k_cache + block * kc_block + offset * kc_slot + kv_head * kc_head + i
+        kernel._store(k_at, k_a, k_factor, written)
+        kernel._store(k_at + HALF, k_b, k_factor, written)
+        v = at + (V_HEAD + kv_head) * 2 * HALF + i
+        v_a = tl.load(v, mask=written, other=0.0).to(tl.float32)
+        v_b = tl.load(v + HALF, mask=written, other=0.0).to(tl.float32)
+        scale = 1.0 / tl.sqrt((tl.sum(v_a * v_a, 1) + tl.sum(v_b * v_b, 1)) / (2 * HALF) + eps)[:, None]
+        v_at = v_cache + block * vc_block + offset * vc_slot + kv_head * vc_head + i
+        kernel._store(v_at, v_a * scale, v_factor, written)
+        kernel._store(v_at + HALF, v_b * scale, v_factor, written)
+
+
+def add_norms(x: Tensor, post: Tensor, residual: Tensor, scalar: Tensor | None, weight: Tensor,
+              eps: float) -> tuple[Tensor, Tensor]:
+    """(norm(sum), sum), sum = (residual + norm(x)) * scalar, each [T, D], in one launch. x [T, D], or partial products
+    of it [count, T, D]; post, weight: of the norms, [D]"""
+    (num_rows, size), out, total = residual.shape, torch.empty_like(residual), torch.empty_like(residual)
+    padded = tiles.next_power_of_2(size)
+    in_chain = feature("fused", "Gemma 4 with small kernels").takes_rows(num_rows, residual.dtype, residual.device)
+    add_norms_kernel[(num_rows,)](
+        x, post, residual, scalar, weight, out, total, eps, num_rows, COUNT=len(x) if x.dim() == 3 else 1, SIZE=size,
+        PADDED=padded, num_warps=min(16, max(4, padded // 128)), **launch_options(residual.device, in_chain=in_chain))
+    return out, total
+
+
+@jit
+def add_norms_kernel(x, post, residual, scalar, weight, out, total, eps, num_rows, COUNT: tl.constexpr,
+                     SIZE: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr):
+    """Grid (token,). Rounded as in plain torch: after each norm, the addition and the product."""
+    i = tl.arange(0, PADDED)
+    inside, row = i < SIZE, tl.program_id(0).to(tl.int64)
+    at = row * SIZE + i
+    first, second = tl.load(post + i, mask=inside, other=0.0), tl.load(weight + i, mask=inside, other=0.0)
+    kernel.wait_for_previous_kernel(PDL)
+    y = tl.zeros([PADDED], tl.float32)
+    for n in tl.static_range(COUNT):
+        y += tl.load(x + (n * num_rows + row) * SIZE + i, mask=inside, other=0.0).to(tl.float32)
+    y = y.to(total.dtype.element_ty).to(tl.float32)
+    y = y / tl.sqrt(tl.sum(y * y, 0) / SIZE + eps) * first.to(tl.float32)
+    y = y.to(total.dtype.element_ty).to(tl.float32) + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    if scalar is not None:
+        y = y.to(total.dtype.element_ty).to(tl.float32) * tl.load(scalar).to(tl.float32)
+    rounded = y.to(total.dtype.element_ty)
+    tl.store(total + at, rounded, mask=inside)
+    y = rounded.to(tl.float32)
+    y = y / tl.sqrt(tl.sum(y * y, 0) / SIZE + eps) * second.to(tl.float32)
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
+
+
+def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
+    """For warmup.py. ValueError: the GPU has too little shared memory."""
+    c, make = r.config, partial(torch.zeros, dtype=r.dtype, device=r.device)
+    norm, heads = partial(torch.zeros, dtype=torch.float32, device=r.device), c.layer_heads
+    widest = max(head_dim for _, head_dim in heads)
+    needed, there = WIDE_PREFILL[r.dtype.itemsize] if widest > 256 else 0, tiles.shared_memory(r.device) >> 10
+    if there < needed:
+        raise ValueError(f"heads of {widest} numbers in {str(r.dtype).removeprefix('torch.')} need {needed} KiB of "
+                         f"shared memory for a block, and {r.device} has {there}; use 16 bits on a GPU of compute "
+                         "capability 8.0 or more, or attention='torch'")
+    for (num_kv_heads, head_dim), count in {*zip(heads, c.gemma4["projections"])}:
+        cache = r.pool.one_block(heads.index((num_kv_heads, head_dim)))
+        yield partial(rotate_and_store, make(0, c.num_heads + count * num_kv_heads, head_dim), c.num_heads,
+                      norm(0, head_dim), norm(head_dim), norm(head_dim), c.norm_eps, cache, cache,
+                      torch.zeros(0, dtype=torch.int32, device=r.device))
+    if r.modules.norm is not model.PLAIN.norm:
+        fused, weight = feature("fused", "Gemma 4 with small kernels"), norm(c.hidden_size)
+        counts = {1, *(count for _, _, count in fused.residual_products(c, r.dtype))}
+        for num_rows, count, scalar in itertools.product((1, fused.MOST_FEW_ROWS + 1), counts, (None, make(1))):
+            yield partial(add_norms, make(count, num_rows, c.hidden_size), weight, make(num_rows, c.hidden_size),
+                          scalar, weight, c.norm_eps)
 
 
 def capped(compute_logits: Callable[..., Tensor], cap: float, *args: Any) -> Tensor:
@@ -181,14 +293,17 @@ class DenseAndExperts(nn.Module):
         self.dense = make(replace(config, experts=config.experts | {"dense_layers": [index]}), index, modules)
         self.mixture = make(config, index, modules)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, for_dense: Tensor | None = None) -> Tensor:
+        """for_dense: dense_norm(x), if that is there"""
         mixed = self.mixture(self.experts_norm(x), self.router_norm(x))
-        return self.dense_post_norm(self.dense(self.dense_norm(x))) + self.experts_post_norm(mixed)
+        dense = self.dense(self.dense_norm(x) if for_dense is None else for_dense)
+        return self.dense_post_norm(dense) + self.experts_post_norm(mixed)
 
 
 def with_layers(modules: model.Modules, config: model.ModelConfig) -> model.Modules:
     """The modules with these layers and logits, made of those of other models."""
-    layer, last_layer = (type(kind.__name__, (Gemma4Layer, kind), {}) for kind in (modules.layer, modules.last_layer))
+    own = Gemma4Layer if modules.norm is model.PLAIN.norm else FusedGemma4Layer
+    layer, last_layer = (type(kind.__name__, (own, kind), {}) for kind in (modules.layer, modules.last_layer))
     if config.experts:
         modules = modules._replace(mlp=partial(DenseAndExperts, modules.mlp))
     if cap := config.gemma4["softcap"]:
@@ -246,8 +361,7 @@ def gemma4(hf: dict[str, Any]) -> model.ModelConfig:
             raise ValueError(f"config.json: num_kv_shared_layers is {num_shared}, but before these layers none of the "
                              f"kind of layer {first + sources.index(-1)} has K and V")
         config.kv_sharing = [*range(first), *sources]
-    if len({*config.layer_heads}) == 1:
-        (config.num_kv_heads, config.head_dim), config.layer_heads = config.layer_heads[0], []
+    config.num_kv_heads, config.head_dim = config.layer_heads[0]  # what a pool has whose layers are all alike
     if config.gemma4["vector_size"]:
         families.check_size("hidden_size", config.gemma4["vector_size"])
         families.require("Gemma 4", hf, dict(vocab_size_per_layer_input=config.vocab_size))

@@ -82,6 +82,8 @@ class Sizes(NamedTuple):
     @classmethod
     def of(cls, c: model.ModelConfig, kv_bytes: int = 0) -> "Sizes":
         """kv_bytes: of a number in the KV cache; 0: as many as a weight has"""
+        if c.layer_heads or c.kv_sharing:
+            raise ValueError("a simulation needs a model whose layers have heads of one size, and K and V of their own")
         kv_proj, q_and_o = (n * c.head_dim * c.hidden_size for n in (
             2 * c.num_kv_heads, (2 + c.output_gate) * c.num_heads))
         recurrent, in_recurrent = c.states.get("layers", []), weights_of_recurrent_layer(c) if c.states else 0

@@ -34,7 +34,7 @@ def feature_forms(r: Any) -> Iterator[Callable[[], Any]]:
                            "pick": r.pick is not pick, "fused_experts": is_fused and r.config.experts,
                            "kinds.slots": r.config.groups, "qwen3_5": is_fused and r.config.output_gate,
                            "delta_kernels": getattr(r, "state_kernels", None),
-                           "four_bit_kernels": hasattr(r.modules.linear, "plan")}.items():
+                           "four_bit_kernels": hasattr(r.modules.linear, "plan"), "gemma4": r.config.gemma4}.items():
         if is_there:
             yield from feature(name, "the model").kernel_forms(r)
 

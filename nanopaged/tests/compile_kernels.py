@@ -29,6 +29,7 @@ from nanopaged.features import (
     four_bits,
     fused,
     fused_experts,
+    gemma4,
     pick,
 )
 from nanopaged.features import hopper as hopper_file
@@ -167,8 +168,9 @@ def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
         yield from (partial(in_4_bits, capability, dtype, kind, group, scale, rows) for rows in (
             (1, 64, 8192) if dtype.itemsize == 2 else (8192,)))
     route = dict(EXPERTS=40, COLUMNS=48, PADDED=64, TOP_K=6, CHOICES=8, NORMALIZED=True, COUNT=4)
-    plain = dict(SIGMOID=0.0, bias=None)
-    for shared, more, types in ((False, plain, {}), (True, plain, {}), (False, dict(SIGMOID=1.5), dict(bias="*fp32"))):
+    plain, scaled = dict(SIGMOID=0.0, bias=None, scale=None), dict(SIGMOID=0.0, bias=None)
+    for shared, more, types in ((False, plain, {}), (True, plain, {}), (False, scaled, dict(scale=f"*{TYPES[dtype]}")),
+                                (False, dict(SIGMOID=1.5, scale=None), dict(bias="*fp32"))):
         yield partial(compile_kernel, fused_experts.route_kernel, route | more | dict(SHARED=shared), dtype, capability,
                       1, **routed, **types)
     for act, num_tokens in itertools.product(("silu", ""), (1, 64, 8192)):
@@ -176,6 +178,12 @@ def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
             yield partial(experts, capability, dtype, act, num_tokens, kind, routed)
     yield partial(compile_kernel, gate_output_kernel, dict(SIZE=4096, TILE=1024), dtype, capability,
                   **dict.fromkeys(("o", "gate"), f"*{TYPES[dtype]}"))
+    wide = dict(V_HEAD=20, BLOCK_SIZE=64, HEADS=16, KV_HEADS=4, HALF=256, HEADS_PADDED=16, KV_PADDED=4,
+                HALF_PADDED=256)  # heads of 512 numbers
+    for fp8 in (False, True) if capability >= 89 else (False,):
+        yield partial(compile_kernel, gemma4.rotate_and_store_kernel, wide, dtype, capability, 8, fp8=fp8, **in_float32)
+    yield partial(compile_kernel, gemma4.add_norms_kernel, dict(COUNT=2, SIZE=5376, PADDED=8192), dtype, capability, 16,
+                  post="*fp32", weight="*fp32", scalar=f"*{TYPES[dtype]}")
     picked = dict(best="*fp32", at="*i32", out="*i64")
     integers = dict.fromkeys(("slots", "positions"), "*i32")
     yield partial(compile_kernel, group_slots_kernel, dict(BLOCK_SIZE=64, TILE=1024), dtype, capability, **integers)
@@ -271,7 +279,9 @@ def main(capabilities: list[int], quick: bool) -> int:
         types = [dtype for dtype in TYPES if dtype is not torch.bfloat16 or capability >= 80]
         for dtype in types[-1:] if quick else types:
             has_fp8 = capability >= 89 and dtype is not torch.float32
-            for head_dim in (128,) if quick else (64, 128, 256):
+            for head_dim in (128,) if quick else (64, 128, 256, 512):
+                if head_dim == 512 and (capability < 80 or dtype is torch.float32):  # see `tile_config`
+                    continue
                 for form, fp8 in itertools.product(FORMS, (False, True) if has_fp8 else (False,)):
                     # What cascade.has_same_bits asks for.
                     if form[0] in ("prefix", "suffix") and (dtype.itemsize > 2 or fp8 or head_dim > 128

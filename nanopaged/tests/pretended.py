@@ -6,8 +6,8 @@ import kernel
 import model
 from nanopaged.tests.helpers import if_there
 
-experts, four_bit_experts, in_four_bits, fp8, fused, fused_experts, gpt_oss, qwen3_5 = map(
-    if_there, ("experts", "four_bit_experts", "four_bits", "fp8", "fused", "fused_experts", "gpt_oss", "qwen3_5"))
+experts, four_bit_experts, in_four_bits, fp8, fused, fused_experts, gemma4, gpt_oss, qwen3_5 = map(if_there, (
+    "experts", "four_bit_experts", "four_bits", "fp8", "fused", "fused_experts", "gemma4", "gpt_oss", "qwen3_5"))
 
 
 def normalize(x, weight, bias, eps):
@@ -43,6 +43,12 @@ class PlainKernels:
             for one in part if part.dim() == 3 else [part]:
                 residual = residual + one
         return normalize(residual, weight, bias, eps), residual
+
+    @staticmethod
+    def add_norms(x, post, residual, scalar, weight, eps):
+        x = x.sum(0) if x.dim() == 3 else x
+        total = (residual + kernel.rms_norm(x, post, eps)) * (1 if scalar is None else scalar)
+        return kernel.rms_norm(total, weight, eps), total
 
     @staticmethod
     def few_rows_linear(x, weight, bias, out=None, activation="", gated=False, count=1, scale=None):
@@ -84,7 +90,7 @@ def widen_words(weight, scale):
 def plain_kernels():
     """(object, name, what to put there), for a process on a CPU that has fused modules or a GraphRunner."""
     homes = dict(activate=fused, fused_add_norm=fused, few_rows_linear=fused, quantize_rows=fp8,
-                 mix_experts=fused_experts, gate_output=qwen3_5)
+                 mix_experts=fused_experts, gate_output=qwen3_5, add_norms=gemma4)
     return [*((home, name, getattr(PlainKernels, name)) for name, home in homes.items() if home),
             (torch, "_scaled_mm", PlainKernels.scaled_mm)]
 

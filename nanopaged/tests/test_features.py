@@ -95,7 +95,7 @@ ASK = dict(
     fp8_cache=lambda: llm(kv_cache_dtype="fp8"), experts=lambda: llm(model=str(GOLDEN / "mixtral")),
     fused_experts=experts_on_a_gpu, four_bits=lambda: llm(model=str(GOLDEN / "gpt-oss-mxfp4")),
     **dict.fromkeys(("four_bit_kernels", "four_bit_experts"), lambda: llm(model=str(GOLDEN / "int4" / "awq"))),
-    gpt_oss=lambda: llm(model=str(GOLDEN / "gpt-oss")),
+    gemma4=lambda: llm(model=str(GOLDEN / "gemma4")), gpt_oss=lambda: llm(model=str(GOLDEN / "gpt-oss")),
     structured=ask(structured_outputs=dict(regex="a+")), more_families=lambda: llm(model=str(GOLDEN / "arcee")),
     frames=command(*PROMPT, "--trace"), grammar=ask(structured_outputs=dict(regex="a+")),
     hub=command("--model", "org/name", *PROMPT), huggingface=lambda: load_tokenizer(GOLDEN / "tokenizers" / "llama2"),
@@ -268,7 +268,7 @@ KNOWN = dict(
     beams=("beam", "beam", 15), drafts=("draft|speculat|proposer", "drafts|kinds", 25),
     grammars=("grammar|structured|masks", "grammar|structured", 25),
     windows_and_swapping=("swap|host_(table|block)|window", "swapping|kinds", 20),
-    kinds_of_layers=("layer_heads|with_groups|attention_shapes|shape_of|num_query_tiles", "kinds", 16),
+    kinds_of_layers=("layer_heads|with_groups|attention_shapes|shape_of|num_query_tiles", "kinds|gemma4", 16),
     edits=("^edit|repetition|frequency_|presence_|logit_bias|bad_words|logits_processor", "edits", 15),
     trace=("(^|_)traced?$", "trace|frames|page", 8), server=("^serv(e|er|ing|ed)(_|$)", "server|ray_.*", 8),
     router=("pools|data_parallel|^routers?$", "router|(fused_)?experts|ray_data", 12))
@@ -276,7 +276,7 @@ KNOWN = dict(
 # all features do, a simulation does it, and attention and the model's settings have sliding windows of their own.
 FORMATS = {"options.py", "sampling_params.py", "outputs.py", "trace.py", "frames.py", "page.py", "simulate.py"}
 ATTENTION = {"kernel.py", "model.py", "tiles.py", "families.py", "rectangles.py", "warmup.py", "cascade.py",
-             "hopper.py", "experts.py", "more_families.py", "gpt_oss.py"}
+             "hopper.py", "experts.py", "more_families.py", "gpt_oss.py", "gemma4.py"}
 
 
 @cache

@@ -2,13 +2,14 @@
 test_more_families.py, tests of fused modules and of bfloat16 those of test_families.py.)"""
 import json
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from nanopaged import LLM, SamplingParams
+from nanopaged import LLM, SamplingParams, tiles
 from nanopaged.features import fused, graphs
-from nanopaged.features.gemma4 import rotate_and_store, rotate_and_store_reference
+from nanopaged.features.gemma4 import add_norms, kernel_forms, rotate_and_store, rotate_and_store_reference
 from nanopaged.tests.helpers import (
     CUDA,
     DEVICE,
@@ -27,7 +28,7 @@ from nanopaged.tests.helpers import (
     tokens_of,
     use_modules,
 )
-from nanopaged.tests.pretended import kept, plain_kernels
+from nanopaged.tests.pretended import PlainKernels, kept, plain_kernels
 from nanopaged.tests.test_graphs import record_graphs
 from nanopaged.weights.families import read_model_config
 
@@ -87,15 +88,17 @@ def test_what_is_refused(change, message):
 
 # ---- Texts
 
-@pytest.mark.parametrize("options", [
-    dict(num_blocks=18, block_size=4, max_num_batched_tokens=7), dict(block_size=8, lookahead=1, max_num_seqs=2),
-    dict(enable_prefix_caching=False, enforce_eager=True),
-    dict(speculative_config={"num_speculative_tokens": 3}, block_size=4, max_num_batched_tokens=20)], ids=str)
-@pytest.mark.parametrize("variant", GEMMA4)
+@pytest.mark.parametrize("variant, options", [
+    *((variant, dict(num_blocks=num_blocks, block_size=4, max_num_batched_tokens=7, lookahead=i % 2))
+      for i, (variant, num_blocks) in enumerate(zip(GEMMA4, (15, 18, 18, 10)))),
+    ("gemma4", dict(block_size=8, lookahead=1, max_num_seqs=2)),
+    ("gemma4-moe", dict(enable_prefix_caching=False, enforce_eager=True)),
+    *((variant, dict(speculative_config={"num_speculative_tokens": 3}, block_size=4, max_num_batched_tokens=20))
+      for variant in ("gemma4", "gemma4-e2b"))], ids=str)
 def test_texts_of_transformers(variant, options):
     """In chunks, with preemptions, with drafts, and from cached blocks."""
     llm = load(variant, device="cpu", **options)
-    assert_golden(llm, variant, times=2)
+    assert_golden(llm, variant)
     assert_golden(llm, variant)
     llm.scheduler.block_manager.check_idle()
     assert llm.config.groups and (llm.counts.num_preemptions > 0) == ("num_blocks" in options)
@@ -173,6 +176,24 @@ def test_matrices_in_8_bits(tmp_path, keeps, variant):
 # ---- Kernels
 
 @needs_kernel
+@pytest.mark.skipif(CUDA, reason="test_more_families.py runs all kernels there")
+def test_small_kernels():
+    """Fused modules with their kernels, and those that compile ahead, in the interpreter."""
+    llm = load("gemma4-moe", attention="triton", device="cpu")
+    use_modules(llm, fused.MODULES)
+    llm.runner.modules = fused.MODULES
+    for task in kernel_forms(llm.runner):
+        task()
+    assert_golden(llm, "gemma4-moe", slice(1), num_tokens=2)
+
+
+def test_a_gpu_with_too_little_shared_memory(monkeypatch):
+    runner = SimpleNamespace(config=read(TEXT_31B), dtype=torch.float16, device=torch.device("cpu"))
+    monkeypatch.setattr(tiles, "shared_memory", lambda device: 65536)
+    assert "need 96 KiB of shared memory for a block, and cpu has 64" in complaint(list, kernel_forms(runner))
+
+
+@needs_kernel
 @pytest.mark.parametrize("kv_rows", [2, 1, 0])
 @pytest.mark.parametrize("num_heads, num_kv_heads, head_dim", [(4, 2, 16), (3, 1, 24)])
 def test_rotate_and_store(kv_rows, num_heads, num_kv_heads, head_dim):
@@ -189,3 +210,18 @@ def test_rotate_and_store(kv_rows, num_heads, num_kv_heads, head_dim):
     for ours, theirs in zip(*found):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     assert bool(found[1][1].any()) == bool(kv_rows)
+
+
+@needs_kernel
+@pytest.mark.parametrize("count, scalar", [(0, None), (1, 0.7), (3, 0.7)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_norms_on_both_sides_of_an_addition(dtype, count, scalar):
+    torch.manual_seed(0)
+    x = torch.randn(*[count] * (count > 0), 3, 40, device=DEVICE).to(dtype)
+    residual = torch.randn(3, 40, device=DEVICE).to(dtype)
+    post, weight = (1 + torch.randn(40, device=DEVICE) / 4 for _ in range(2))
+    scalar = None if scalar is None else torch.tensor([scalar], dtype=dtype, device=DEVICE)
+    given = residual, scalar, weight, 1e-6
+    found = add_norms(x, post, *given)
+    for ours, exact in zip(found, PlainKernels.add_norms(x, post, *given)):
+        torch.testing.assert_close(ours, exact, rtol=3e-3 if dtype is torch.float16 else 1e-5, atol=1e-3)

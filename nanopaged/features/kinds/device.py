@@ -81,15 +81,15 @@ def choose(options: Any, config: model.ModelConfig) -> None:
     windows = [window if 0 < window < max_len else 0 for window in config.sliding_windows or [0] * config.num_layers]
     layers = list(zip(map(bool, windows), windows, heads_of(config)))
     owners = owners_of(config)
+    if (config.layer_heads or config.kv_sharing) and options.tensor_parallel_size > 1:
+        raise ValueError("tensor_parallel_size needs a model whose layers have heads of one size, and K and V of their "
+                         "own")
     if not config.kv_sharing and (len(set(layers)) == 1 or all(windows) and not config.layer_heads):
         return
     if options.swap_space:
         raise ValueError("swap_space moves blocks of all layers at once, and the layers of this model keep different "
                          "ones, because some have a sliding window or other heads; leave swap_space out")
     if config.layer_heads or config.kv_sharing:
-        if options.tensor_parallel_size > 1:
-            raise ValueError("tensor_parallel_size needs a model whose layers have heads of one size, and K and V of "
-                             "their own")
         options.disable_cascade_attn = True  # a cascade's tiles have one size of heads
     groups = dict(zip(sorted(set(owners)), group_layers([layers[layer] for layer in sorted(set(owners))])))
     config.groups = [groups[owner] for owner in owners]
