@@ -326,7 +326,7 @@ ROPES: dict[str, dict[str, Any]] = {
 
 
 def gemma4(hf: dict[str, Any]) -> model.ModelConfig:
-    hf = DEFAULTS | {key: value for key, value in hf.items() if value is not None}
+    hf = DEFAULTS | {key: value for key, value in hf.items() if value is not None or "per_layer" in key}
     num_layers = families.check_size("num_layers", hf["num_hidden_layers"])
     if hf.get("use_bidirectional_attention") == "all":
         raise ValueError("Gemma 4 with use_bidirectional_attention='all' is not supported: each of its tokens attends "
@@ -335,6 +335,9 @@ def gemma4(hf: dict[str, Any]) -> model.ModelConfig:
     is_local = families.windows(hf | {"sliding_window": 1, "layer_types": kinds if len(kinds) > 1 else None},
                                 lambda i: (i + 1) % 6 != 0 and i + 1 < num_layers)
     given = ROPES | (hf.get("rope_parameters") or {})
+    if given.keys() - ROPES:
+        raise ValueError(f"Gemma 4 needs rope_parameters of {families.FULL!r} and {families.SLIDING!r}, not one for "
+                         "all layers")
     config = families.llama(
         hf, mlp_bias=False, qk_norm=True, **families.POST, activation=hf["hidden_activation"],
         embedding_multiplier=hf["hidden_size"] ** 0.5, attention_scale=1.0, layer_ropes=is_local,
@@ -352,7 +355,7 @@ def gemma4(hf: dict[str, Any]) -> model.ModelConfig:
     config.gemma4 = dict(
         softcap=cap, projections=[2 if local or not one_projection else 1 for local in is_local[:first]]
         + [0] * num_shared, mlp_sizes=[config.intermediate_size] * first + [wide] * num_shared,
-        vector_size=hf["hidden_size_per_layer_input"])
+        vector_size=hf["hidden_size_per_layer_input"] or 0)
     read_heads(config, hf, one_projection)
     if num_shared:
         last = {kind: i for i, kind in enumerate(zip(is_local[:first], config.layer_heads[:first]))}

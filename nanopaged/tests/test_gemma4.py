@@ -79,6 +79,7 @@ def test_what_config_json_says():
     (dict(per_layer_config={"60": dict(head_dim=8)}), "of a layer's number, below 60, not '60'"),
     (dict(per_layer_config={"5": dict(sliding_window=8)}), "says head_dim and num_key_value_heads"),
     (dict(per_layer_config={"5": dict(head_dim=512), "11": dict(head_dim=256)}), "in layers with one rope"),
+    (dict(rope_parameters=dict(rope_theta=1e4, rope_type="default")), "not one for all layers"),
     (dict(num_global_key_value_heads=3), "32 query heads cannot share 3 kv heads evenly"),
     (dict(hidden_size_per_layer_input=256, vocab_size_per_layer_input=9), "vocab_size_per_layer_input=9"),
     (dict(enable_moe_block=True), "top_k_experts"), (dict(global_head_dim=31), "head_dim 31 is odd")])
