@@ -93,7 +93,7 @@ def with_four_bits(options: Any, config: model.ModelConfig, modules: model.Modul
                          "leave it out")
     dtype, c, e = pick_dtype(options.dtype, config.torch_dtype, device), config, config.experts
     kind, is_fast = str(dtype).removeprefix("torch."), modules.norm is not model.PLAIN.norm
-    keeps_experts = is_fast and has_scaled_products(dtype, device)
+    keeps_experts = is_fast and can_keep_experts(dtype, device)
     if form == "mxfp4":
         if keeps_experts:
             return modules._replace(mlp=FourBitMLP)
@@ -117,7 +117,7 @@ def has_products(device: torch.device) -> bool:
     return device.type == "cuda" and triton is not None
 
 
-def has_scaled_products(dtype: torch.dtype, device: torch.device) -> bool:
+def can_keep_experts(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether experts can keep MXFP4 (four_bit_experts.py)."""
     least = LEAST_CAPABILITY.get(dtype)
     return bool(least) and torch.cuda.get_device_capability(device) >= least

@@ -83,7 +83,7 @@ class Layer:
         (x, sizes), width = tokens, 1 + max(len(one[4]) for one in batch)
         batch = [*batch, *[(0, 0, ZERO, NOBODYS, {})] * room[1]]
         lens, ends = [one[0] for one in batch], [one[0] + one[1] for one in batch]
-        rows = [[source, live] for _, _, source, live, _ in batch]  # as EMPTY_ROW
+        rows = [[source, live] for _, _, source, live, _ in batch]  # as StatesRows.empty
         for row, (_, before, *_, marks) in zip(rows, batch):
             row += [number for seen, slot in marks.items() for number in (before + seen, slot)]
             row += [0, NOBODYS] * (width - len(row) // 2)

@@ -51,7 +51,7 @@ def keep(monkeypatch, llm, path, modules=fused.MODULES, **options):
     """Give the engine a model that keeps 4 bits, as on a GPU; the kernels are pretended on a CPU."""
     for patch in [*plain_kernels(), (four_bit_kernels, "linear", plain_linear),
                   (four_bits, "has_products", lambda device: True),
-                  (four_bits, "has_scaled_products", lambda *_: True)]:
+                  (four_bits, "can_keep_experts", lambda *_: True)]:
         monkeypatch.setattr(*patch)
     r = llm.runner
     for name, value in options.items():
