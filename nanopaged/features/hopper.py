@@ -10,7 +10,8 @@ has three parts. They go through the same work list as the plain kernel:
     two warpgroups       Each has 4 warps and takes 64 of the 128 rows of a tile of queries. It issues products
                          (wgmma), which the tensor cores compute by themselves, and waits for them.
 
-The parts wait for each other at barriers in shared memory, which has two buffers each for tiles of q, K and V:
+The parts wait for each other at barriers in shared memory, which has two buffers each for tiles of q, K and V (with
+heads of 256 numbers one for q, and tiles of 64 keys in place of 128: registers and shared memory hold no more):
 
     copying warp   K0 V0 K1 V1          K2      V2         K3      V3
                    |  |  |  |           ^       ^          ^       ^       ^  both warpgroups have released the buffer
@@ -65,7 +66,7 @@ def box_of(x: Tensor, shape: list[int]) -> Any:
 
 
 HOPPER_TILE_M = 128  # (query token, query head) pairs of a tile
-HOPPER_BLOCK_SIZE = 64  # half of a tile of keys
+HOPPER_BLOCK_SIZE = 64  # a tile of keys is two blocks, or with wide heads one
 
 
 def with_prefill(kernels: kernel.Kernels) -> kernel.Kernels:
@@ -120,7 +121,7 @@ def fits_hopper(group: int, head_dim: int, block_size: int, dtype: torch.dtype, 
     """
     padded = tiles.next_power_of_2(group)
     return (tiles.has_dependent_launch(device) and torch.cuda.get_device_capability(device) == (9, 0)
-            and cache_dtype == dtype and dtype.itemsize == 2 and head_dim in (64, 128)
+            and cache_dtype == dtype and dtype.itemsize == 2 and head_dim in (64, 128, 256)
             and block_size == HOPPER_BLOCK_SIZE and padded <= HOPPER_TILE_M // 2 and 8 * group >= 7 * padded)
 
 
@@ -128,9 +129,7 @@ def fits_hopper(group: int, head_dim: int, block_size: int, dtype: torch.dtype, 
 # The kernel
 # --------------------------------------------------------------------------------------------------
 
-TILE = tl.constexpr(128)  # rows of a tile of queries, and tokens of a tile of keys: two blocks
 ROWS = tl.constexpr(64)  # of a warpgroup, the height of its products; tokens of a block
-BUFFERS = tl.constexpr(2)
 
 Ring = namedtuple("Ring", ["tiles", "full", "empty"])  # buffers, and two barriers for each: tile n is in n % BUFFERS
 HopperBatch = namedtuple("HopperBatch", ["work", "num_items", "num_kv_heads", "seq_lens", "query_start_loc", "window"])
@@ -144,7 +143,7 @@ WarpRows = namedtuple("WarpRows", ["q", "position", "window"])  # of a warpgroup
 def prefill_on_hopper(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor,
                       query_start_loc: Tensor, sinks: Tensor | None, query_tiles: Tensor, scale: float,
                       sliding_window: int) -> None:
-    """The sequences with two or more new tokens. TMA copies a **box** of a tensor: TILE rows of q, or one block of a
+    """The sequences with two or more new tokens. TMA copies a **box** of a tensor: 128 rows of q, or one block of a
     kv head. A group that is no power of two is padded with the head behind it, whose results are not stored."""
     (_, num_heads, head_dim), (_, block_size, num_kv_heads, _) = q.shape, k_cache.shape
     group, num_items = num_heads // num_kv_heads, len(query_tiles) * num_kv_heads
@@ -163,7 +162,9 @@ def hopper_prefill_kernel(out, q_box, k_box, v_box, block_tables, seq_lens, quer
                           WINDOW: tl.constexpr, PDL: tl.constexpr):
     """work, scale: as for paged_attention_kernel; num_items: an item is an entry of work and a kv head. The numbers at
     the end are the warps of the second and third part, and the registers of each of their threads."""
-    q, k, v = _ring(q_box, 1), _ring(k_box, 2), _ring(v_box, 2)
+    WIDE: tl.constexpr = q_box.block_type.shape[2] > 128  # a thread holds 128 numbers of acc, so 32 of scores, not 64
+    BLOCKS: tl.constexpr = 1 if WIDE else 2  # of a tile of keys
+    q, k, v = _ring(q_box, 1, 1 if WIDE else 2), _ring(k_box, BLOCKS, 2), _ring(v_box, BLOCKS, 2)
     batch = HopperBatch(work, num_items, num_kv_heads, seq_lens, query_start_loc, window)
     kernel.wait_for_previous_kernel(PDL)
     gl.warp_specialize([
@@ -174,7 +175,7 @@ def hopper_prefill_kernel(out, q_box, k_box, v_box, block_tables, seq_lens, quer
 
 
 @gluon_jit
-def _item(turn, batch, TOKENS: tl.constexpr, WINDOW: tl.constexpr):
+def _item(turn, batch, TOKENS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr):
     """What a program computes in a turn. Work begins with the longest contexts. Every other turn goes through the
     programs backwards, so that all have about as much to do:
 
@@ -203,7 +204,7 @@ def _item(turn, batch, TOKENS: tl.constexpr, WINDOW: tl.constexpr):
 #     warpgroups wait on `full`           0 0 1 1 0    for round n // BUFFERS: the tile is there
 
 @gluon_jit
-def _ring(box, BOXES: tl.constexpr):
+def _ring(box, BOXES: tl.constexpr, BUFFERS: tl.constexpr):
     """A ring for tiles of so many boxes."""
     shape: tl.constexpr = box.block_type.shape
     full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
@@ -217,54 +218,59 @@ def _ring(box, BOXES: tl.constexpr):
 @gluon_jit
 def _acquire(ring, n):
     """The buffer for tile n, as soon as tile n - BUFFERS is released, and the barrier that waits for its bytes."""
+    BUFFERS: tl.constexpr = ring.tiles.shape[0]
     mbarrier.wait(ring.empty.index(n % BUFFERS), (n // BUFFERS + 1) % 2)
     tile, full = ring.tiles.index(n % BUFFERS), ring.full.index(n % BUFFERS)
-    mbarrier.expect(full, TILE * tile.shape[-1] * 2)
+    mbarrier.expect(full, tile.shape[0] * tile.shape[1] * tile.shape[-1] * 2)
     return tile, full
 
 
 @gluon_jit
 def _arrived(ring, n):
-    """Tile n [TILE, dim], as soon as it is there."""
+    """Tile n [rows, dim], as soon as it is there."""
+    BUFFERS: tl.constexpr = ring.tiles.shape[0]
     mbarrier.wait(ring.full.index(n % BUFFERS), n // BUFFERS % 2)
-    DIM: tl.constexpr = ring.tiles.shape[-1]
-    return ring.tiles.index(n % BUFFERS).reshape([TILE, DIM])
+    SHAPE: tl.constexpr = [ring.tiles.shape[1] * ring.tiles.shape[2], ring.tiles.shape[-1]]
+    return ring.tiles.index(n % BUFFERS).reshape(SHAPE)
 
 
 @gluon_jit
 def _release(ring, n):
-    mbarrier.arrive(ring.empty.index(n % BUFFERS))
+    mbarrier.arrive(ring.empty.index(n % ring.tiles.shape[0]))
 
 
 @gluon_jit
 def _copy(q_box, k_box, v_box, block_tables, table_row, q, k, v, batch, GROUP: tl.constexpr, WINDOW: tl.constexpr):
     """The copying warp."""
     TOKENS: tl.constexpr = q_box.block_type.shape[0]
+    BLOCKS: tl.constexpr = k.tiles.shape[1]
+    TILE: tl.constexpr = BLOCKS * ROWS
     turn, n = 0, 0  # items and tiles of keys so far
-    item = _item(turn, batch, TOKENS, WINDOW)
+    item = _item(turn, batch, TOKENS, TILE, WINDOW)
     while item.start < item.stop:
         tile, full = _acquire(q, turn)
         async_load(q_box, [item.token, item.kv_head * GROUP, 0], full, tile)
         turn += 1
         upcoming, table = item, block_tables + item.seq.to(gl.int64) * table_row
         for i in range(item.stop - item.start):
-            at = 2 * (item.stop - 1 - i)
+            at = BLOCKS * (item.stop - 1 - i)
             a = gl.load(table + at)  # behind the last block the table may hold anything
-            b = gl.load(table + gl.minimum(at + 1, (item.seq_len - 1) // ROWS))
+            b = gl.load(table + gl.minimum(at + BLOCKS - 1, (item.seq_len - 1) // ROWS))
             _copy_tile(k_box, a, b, item.kv_head, k, n)
             _copy_tile(v_box, a, b, item.kv_head, v, n)
             n += 1
             if i == 0:
-                upcoming = _item(turn, batch, TOKENS, WINDOW)  # while the copies are under way
+                upcoming = _item(turn, batch, TOKENS, TILE, WINDOW)  # while the copies are under way
         item = upcoming
 
 
 @gluon_jit
 def _copy_tile(box, a, b, kv_head, ring, n):
-    """The tile of blocks a and b."""
+    """The tile of blocks a and b, or of a alone."""
     tile, full = _acquire(ring, n)
     async_load(box, [a, 0, kv_head, 0], full, tile.slice(0, 1))
-    async_load(box, [b, 0, kv_head, 0], full, tile.slice(1, 1))
+    if tile.shape[0] > 1:
+        async_load(box, [b, 0, kv_head, 0], full, tile.slice(1, 1))
 
 
 @gluon_jit
@@ -276,6 +282,7 @@ def _compute(out, q, k, v, batch, sinks, scale, out_token, out_head, HALF: tl.co
     TOKENS: tl.constexpr = q.tiles.shape[1]
     PADDED: tl.constexpr = q.tiles.shape[2]
     DIM: tl.constexpr = q.tiles.shape[3]
+    TILE: tl.constexpr = k.tiles.shape[1] * ROWS
     ACC: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])  # wgmma; 4 x 1 warps of 16 x DIM x 16
     ROW: tl.constexpr = gl.SliceLayout(1, ACC)
     WEIGHTS: tl.constexpr = gl.DotOperandLayout(0, ACC, 2)  # the left factor, 2 numbers in a register
@@ -284,7 +291,7 @@ def _compute(out, q, k, v, batch, sinks, scale, out_token, out_head, HALF: tl.co
     row = gl.arange(0, ROWS, layout=ROW)
     line, dim = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LINES)), gl.arange(0, DIM, layout=gl.SliceLayout(0, LINES))
     turn, n = 0, 0
-    item = _item(turn, batch, TOKENS, WINDOW)
+    item = _item(turn, batch, TOKENS, TILE, WINDOW)
     while item.start < item.stop:
         my_q = _arrived(q, turn).slice(HALF * ROWS, ROWS)
         first = gl.minimum(item.position + HALF * (TOKENS // 2), item.seq_len - 1)
@@ -319,7 +326,7 @@ def _compute(out, q, k, v, batch, sinks, scale, out_token, out_head, HALF: tl.co
         at = out + token.to(gl.int64) * out_token + (item.kv_head * GROUP + head) * out_head
         gl.store(at[:, None] + dim[None, :], result, mask=((token < item.end) & (head < GROUP))[:, None])
         turn += 1
-        item = _item(turn, batch, TOKENS, WINDOW)
+        item = _item(turn, batch, TOKENS, TILE, WINDOW)
 
 
 @gluon_jit
@@ -327,6 +334,7 @@ def _masked_tile(sums, rows, k, v, n, key, item, scale, LINES: tl.constexpr, WIN
     """The weights of tile n, which begins at `key`, and the running sums without its V. Slots of V that hold anything
     become 0, because 0 * NaN is NaN: those after the last token, and those that left the window, whose blocks may have
     other holders."""
+    TILE: tl.constexpr = k.tiles.shape[1] * ROWS
     scores = warpgroup_mma_wait(0, deps=[_scores(rows.q, _arrived(k, n))])
     _release(k, n)
     token = (key + gl.arange(0, TILE, layout=gl.SliceLayout(0, scores.type.layout)))[None, :]
@@ -363,6 +371,7 @@ def _next_tile(p, sums, rows, k, v, n, scale):
 @gluon_jit
 def _scores(q, k):
     """Issue the product of q and a tile of K."""
+    TILE: tl.constexpr = k.shape[0]
     layout: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     zeros = gl.zeros([ROWS, TILE], gl.float32, layout)
     return warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)

@@ -272,8 +272,9 @@ def check_hopper(dtype: torch.dtype, head_dim: int, group: int, window: bool) ->
 def main(capabilities: list[int], quick: bool) -> int:
     checks, tasks = [], []
     if 90 in capabilities and hopper_file.gl:
-        forms = itertools.product((torch.float16, torch.bfloat16), (64, 128), (1, 2, 7, 64), (False, True))
-        checks += [partial(check_hopper, *form) for form in ([(torch.bfloat16, 128, 2, False)] if quick else forms)]
+        forms = itertools.product((torch.float16, torch.bfloat16), (64, 128, 256), (1, 2, 7, 64), (False, True))
+        some = [(torch.bfloat16, 128, 2, False), (torch.bfloat16, 256, 8, False), (torch.bfloat16, 256, 2, True)]
+        checks += [partial(check_hopper, *form) for form in (some if quick else forms)]
     for capability in capabilities:
         # Older cards have no bfloat16: the engine uses float16 there.
         types = [dtype for dtype in TYPES if dtype is not torch.bfloat16 or capability >= 80]

@@ -11,7 +11,17 @@ import torch
 import kernel
 from nanopaged import LLM, tiles
 from nanopaged.features import hopper
-from nanopaged.tests.helpers import CUDA, DEVICE, GOLDEN, GREEDY, needs_kernel, prompt_logits, relative_error, tokens_of
+from nanopaged.tests.helpers import (
+    CUDA,
+    DEVICE,
+    GOLDEN,
+    GREEDY,
+    needs,
+    needs_kernel,
+    prompt_logits,
+    relative_error,
+    tokens_of,
+)
 
 ON_HOPPER = CUDA and torch.cuda.get_device_capability() == (9, 0) and hopper.gl is not None
 attention = hopper.with_prefill(kernel.TRITON).attention
@@ -19,7 +29,7 @@ needs_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs an H100 or H200, 
 BATCH = [5, 70, 200, 2, 1, 641, 64, 129, 3, 400], [5, 107, 1300, 2, 77, 641, 192, 192, 257, 464]  # query and seq_lens
 ROWS_OF_PREFILL = torch.arange(sum(BATCH[0])) != sum(BATCH[0][:4])  # all but those of sequences with one new token
 SHAPES = [(16, 8, 128), (8, 8, 128), (8, 2, 128), (16, 2, 128), (14, 2, 128), (32, 1, 128), (16, 8, 64), (8, 1, 64),
-          (14, 2, 64)]
+          (14, 2, 64), (16, 2, 256), (16, 8, 256), (8, 8, 256), (14, 2, 256)]
 
 
 def problem(query_lens, seq_lens, heads=16, kv_heads=8, head_dim=128, dtype=torch.bfloat16, seed=0, heads_first=False):
@@ -89,7 +99,7 @@ def test_against_float64(heads, kv_heads, head_dim, dtype):
 
 @needs_hopper
 @pytest.mark.parametrize("window", [1, 5, 63, 64, 100, 128, 300, 1000])
-@pytest.mark.parametrize("heads, kv_heads, head_dim", [(16, 8, 128), (8, 8, 64)])
+@pytest.mark.parametrize("heads, kv_heads, head_dim", [(16, 8, 128), (8, 8, 64), (16, 8, 256), (8, 1, 256)])
 def test_windows(heads, kv_heads, head_dim, window):
     """Blocks that have left the window of all new tokens hold NaN."""
     args = problem(*BATCH, heads, kv_heads, head_dim)
@@ -104,7 +114,7 @@ def test_windows(heads, kv_heads, head_dim, window):
 
 @needs_hopper
 @pytest.mark.parametrize("window", [0, 128])
-@pytest.mark.parametrize("heads, kv_heads, head_dim", [(16, 2, 64), (14, 2, 64), (16, 8, 128)])
+@pytest.mark.parametrize("heads, kv_heads, head_dim", [(16, 2, 64), (14, 2, 64), (16, 8, 128), (16, 2, 256)])
 def test_sinks(heads, kv_heads, head_dim, window):
     args, sinks = problem(*BATCH, heads, kv_heads, head_dim), torch.linspace(-3, 9, heads, device="cuda").bfloat16()
     out, expected = prefill(args, window, sinks=sinks), exact(*args, window, sinks)
@@ -126,7 +136,8 @@ def test_heads_before_slots_and_a_large_pool():
 
 @needs_hopper
 @pytest.mark.parametrize("heads, kv_heads, head_dim, window", [(16, 8, 128, 0), (8, 8, 128, 0), (14, 2, 64, 0),
-                                                               (16, 8, 128, 100)])
+                                                               (16, 8, 128, 100), (16, 2, 256, 0),
+                                                               (16, 8, 256, 100)])
 def test_bits_do_not_depend_on_the_batch(heads, kv_heads, head_dim, window):
     args = problem(*BATCH, heads, kv_heads, head_dim)
     q, k_cache, v_cache, tables, lens, starts = args
@@ -166,11 +177,12 @@ def test_recorded_steps_and_padding():
 
 @needs_hopper
 @pytest.mark.parametrize("variant, change, per_tile", [
-    ("qwen3", {}, (64, 128)), ("qwen2", {}, (16, 36)), ("mistral", {"sliding_window": 70}, (64, 128))])
+    ("qwen3", {}, (64, 128)), ("qwen2", {}, (16, 36)), ("mistral", {"sliding_window": 70}, (64, 128)),
+    ("qwen3", {"head_dim": 256}, (64, 16))])
 def test_an_engine(variant, change, per_tile, tmp_path, monkeypatch):
     """Logits of random weights are those of the plain kernel. The engine in recorded steps generates, too."""
     config = json.loads((GOLDEN / variant / "config.json").read_text())
-    change = change | dict(head_dim=128, max_position_embeddings=1024)
+    change = dict(head_dim=128, max_position_embeddings=1024) | change
     (tmp_path / "config.json").write_text(json.dumps(config | change))
     prompts = [[(i * 7 + n) % 100 for i in range(n)] for n in (150, 64, 300, 9, 130)]
     options = dict(load_format="dummy", dtype="bfloat16", num_blocks=100, max_num_batched_tokens=256, seed=3)
@@ -188,14 +200,45 @@ def test_an_engine(variant, change, per_tile, tmp_path, monkeypatch):
     assert relative_error(*logits) < 0.02
 
 
+@needs_hopper
+@needs("gemma4", "qwen3_5")
+@pytest.mark.parametrize("variant, change", [("qwen3.5", {}), ("qwen3-next", {}), ("gemma4", {"global_head_dim": 512})])
+def test_families_with_heads_of_256_numbers(variant, change, tmp_path, monkeypatch):
+    """They reach the kernel, and logits are those of the plain one. Gemma 4's layers without a window have wider heads,
+    which only the plain one takes: two work lists in a step."""
+    config = json.loads((GOLDEN / variant / "config.json").read_text())
+    config.get("text_config", config).update(dict(head_dim=256, max_position_embeddings=1024) | change)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    seen, launch, logits, prompt = set(), hopper.prefill_on_hopper, [], [i * 7 % 100 for i in range(150)]
+
+    def look(out, *args):
+        if len(out) > 1:  # one token is `on_hopper`
+            seen.add(out.shape[2])
+        launch(out, *args)
+
+    monkeypatch.setattr(hopper, "prefill_on_hopper", look)
+    for fits in (True, False):
+        if not fits:
+            hopper.on_hopper.cache_clear()
+            monkeypatch.setattr(hopper, "fits_hopper", lambda *_: False)
+        seen.clear()
+        llm = LLM(str(tmp_path), load_format="dummy", dtype="bfloat16", num_blocks=100, max_num_batched_tokens=256,
+                  seed=3, enforce_eager=True)
+        logits.append(prompt_logits(llm, prompt))
+        assert seen == ({256} if fits else set())
+    hopper.on_hopper.cache_clear()
+    assert relative_error(*logits) < 0.02
+
+
 # --------------------------------------------------------------------------------------------------
 # On any machine
 # --------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("change, fits", [
     ({}, True), (dict(dtype=torch.float16, cache_dtype=torch.float16), True), (dict(head_dim=64), True),
+    (dict(head_dim=256), True), (dict(group=8, head_dim=256), True), (dict(head_dim=512), False),
     (dict(group=7), True), (dict(group=64), True), (dict(group=3), False), (dict(group=5), False),
-    (dict(group=128), False), (dict(head_dim=256), False), (dict(head_dim=96), False), (dict(block_size=16), False),
+    (dict(group=128), False), (dict(head_dim=96), False), (dict(block_size=16), False),
     (dict(cache_dtype=torch.float8_e4m3fn), False), (dict(dtype=torch.float32, cache_dtype=torch.float32), False),
     (dict(capability=(10, 0)), False), (dict(capability=(8, 9)), False), (dict(cuda=None), False)], ids=str)
 def test_the_rule(change, fits, monkeypatch):
@@ -229,6 +272,20 @@ def test_a_triton_in_which_it_does_not_compile(monkeypatch):
         assert hopper.tokens_per_tile(*model) == tiles.prefill_config(2, 16, q.dtype, q.device)["TILE_M"] // 2
     finally:
         hopper.on_hopper.cache_clear()
+
+
+@needs("gemma4", "kinds")
+def test_tiles_of_a_model_with_heads_of_two_sizes(monkeypatch):
+    """Gemma 4's layers without a window have other heads. Here Hopper's kernel takes those, else the rest."""
+    monkeypatch.setattr(hopper, "on_hopper", lambda group, head_dim, *_: head_dim == 32)
+    runner = LLM(str(GOLDEN / "gemma4"), device="cpu", num_blocks=9).runner
+    runner.kernels = hopper.with_prefill(runner.kernels)
+    plain = tiles.tokens_per_tile(2, 16, 16, runner.dtype, runner.kv_dtype, runner.device)
+    assert [runner.tile_of(layer) for layer in range(6)] == [plain, plain, 32] * 2 and plain != 32
+    work = runner.make_query_tiles([100, 1], [100, 5], 101, 2).tolist()
+    first, second = runner.tile_sizes
+    for size, entries in ((first, work[:101 // first + 2]), (second, work[101 // first + 2:])):
+        assert sorted(entry for entry in entries if entry[0] >= 0) == [[0, i] for i in range(tiles.cdiv(100, size))]
 
 
 def test_the_turns_of_programs():
