@@ -3,7 +3,8 @@
 A code names one of 16 numbers, and a weight is that number times the scale of its group: neighbours in a row.
 Checkpoints have this in many formats, and all become one layout while they are read. A matrix [out, in] is
 
-    weight      [out, in / 2], bytes     the codes of two neighbours in a row, the first one in the low half
+    weight      [out, in / 2], bytes     the codes of two neighbours in a row, the first one in the low half; a GPU
+                                         has them in another order (four_bit_codes.py)
     scale       [out, groups]            in its stored type, which tells what the codes are:
                   bytes                  MXFP4: e2m1, in groups of 32; a power of two, stored as its exponent + 127
                   e4m3                   NVFP4: e2m1, in groups of 16
@@ -19,7 +20,7 @@ A GPU keeps this, and four_bit_kernels.py computes the products. Elsewhere weigh
 while they are read (`widen`). The tensors themselves tell which matrices have 4 bits, and how large groups are, so
 config.json's lists of layers are not read. Activations keep the engine's type.
 
-Experts keep MXFP4, in another order of a row's codes: four_bit_experts.py.
+Experts keep MXFP4 (four_bit_experts.py).
 """
 import itertools
 import re
@@ -34,8 +35,9 @@ from torch import Tensor, nn
 
 from nanopaged import model
 from nanopaged.device.choices import pick_dtype
-from nanopaged.features.four_bit_experts import PRODUCTS, as_words
-from nanopaged.features.four_bit_kernels import MLP4, ExpertsMLP4, Form, Linear4, SplitLinear4
+from nanopaged.features.four_bit_codes import Form, order_codes
+from nanopaged.features.four_bit_experts import PRODUCTS
+from nanopaged.features.four_bit_kernels import MLP4, ExpertsMLP4, Linear4, SplitLinear4
 from nanopaged.optional_triton import triton
 from nanopaged.tiles import cdiv
 from nanopaged.weights.build import PREFIXES, checkpoint_tensors, modules_for, unmerge
@@ -224,8 +226,7 @@ class Plan:
     def given(self, name: str, origin: str, parts: Parts) -> Iterator[tuple[str, Tensor]]:
         """A matrix in our layout as tensors of the model."""
         if origin in self.kept:
-            if ".experts." in name:
-                parts = dict(zip(("weight", "scale"), as_words(parts["weight"], parts["scale"])))
+            parts["weight"] = order_codes(parts["weight"])
             yield from ((name.removesuffix("weight") + kind, part) for kind, part in parts.items())
         else:
             wide, order = widen(**parts), self.matrices[origin].form.order
@@ -391,8 +392,7 @@ def read_weights(tensors: Iterable[tuple[str, Tensor]], keep: bool,
 
 
 def as_tensors(name: str, weight: Tensor, scale: Tensor) -> list[tuple[str, Tensor]]:
-    weight, scale = as_words(weight, scale)
-    return [(name, weight), (name.removesuffix("weight") + "scale", scale)]
+    return [(name, order_codes(weight)), (name.removesuffix("weight") + "scale", scale)]
 
 
 def widen(weight: Tensor, scale: Tensor, zero: Tensor | None = None, row_scale: Tensor | None = None) -> Tensor:
@@ -426,7 +426,7 @@ class FourBitLinear(nn.Module):
 
     def __init__(self, size_in: int, size_out: int, bias: bool) -> None:
         super().__init__()
-        size = -(-size_in // 64) * 64
+        size = cdiv(size_in, GROUP) * GROUP
         self.weight, self.scale = (nn.Parameter(torch.empty(size_out, size, dtype=torch.uint8), requires_grad=False)
                                    for size in (size // 2, size // GROUP))
         self.bias = nn.Parameter(torch.empty(size_out)) if bias else None

@@ -91,7 +91,7 @@ def experts_form(num_rows: int, top_k: int, count: int, gated: bool, dtype: torc
     of a program, numbers of a row in a tile, and what the loop's pipeline holds. A program of few columns waits for
     memory, and one of many for the tensor cores. (H200, Qwen3-30B-A3B's shape)"""
     if four_bits and not four_bits.are_many(num_rows, top_k, count):
-        return four_bits.experts_form(num_rows, top_k, count, shared_memory)
+        return four_bits.experts_form(num_rows, top_k, count, gated, shared_memory)
     dtype = torch.bfloat16 if dtype is torch.uint8 else dtype  # in 16 bits then
     mean, is_large = num_rows * top_k / count, dtype.itemsize <= 2 and shared_memory > tiles.LARGE_SHARED_MEMORY
     most = 128 if is_large and mean >= 128 else 64
@@ -151,7 +151,7 @@ def experts_product(x: Tensor, weight: Tensor, scores: Tensor, counts: Tensor, p
     each token. Without: the products times their scores, and x has a row for each pair."""
     (top_k, num_rows), count = scores.shape, len(counts)
     if four_bits and four_bits.are_many(num_rows, top_k, count):
-        weight, scale, four_bits = four_bits.widen(weight, scale, x.shape[1], x.dtype), None, None
+        weight, scale, four_bits = four_bits.widen(x.shape[1], x.dtype, weight, scale), None, None
     memory = tiles.shared_memory(x.device)
     form = experts_form(num_rows, top_k, count, activation != "", weight.dtype, memory, four_bits)
     x, x_scale = fused.quantize_rows(x) if weight.dtype is FP8 else (x, x)
@@ -215,7 +215,7 @@ def experts_kernel(x, x_scale, weight, scale, bias, scores, out, counts, pairs, 
     """Grid (ROWS rows of a weight, COLUMNS pairs of one expert); programs behind the last pair end at once. With an
     activation it is the first product: a pair's x is its token's, the weight's first half is the gate. The second one
     has a row of x for each pair, and multiplies by scores. Rows and columns that do not exist load others', and are
-    not stored. PRODUCTS: None, or the loop for weights that are no numbers (four_bit_experts.py)."""
+    not stored. PRODUCTS: None, or what multiplies weights that are no numbers (four_bit_experts.py)."""
     expert, tile = tl.arange(0, PADDED), tl.program_id(1)
     FIRST: tl.constexpr = ACTIVATION != ""
     kernel.wait_for_previous_kernel(PDL)
@@ -235,7 +235,8 @@ def experts_kernel(x, x_scale, weight, scale, bias, scores, out, counts, pairs, 
     weight_row = at.to(tl.int64) * (2 * OUT if FIRST else OUT) + tl.minimum(row, OUT - 1)
     sums, up_sums = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
     if PRODUCTS is not None:
-        sums, up_sums = PRODUCTS(sums, up_sums, x_at, weight, scale, weight_row, OUT, SIZE, TILE, STAGES, FIRST)
+        sums, up_sums = PRODUCTS(x_at, (column < count)[None, :], weight, scale, weight_row, OUT, SIZE, TILE, STAGES,
+                                 FIRST)
     else:
         x_at, gate_at = x_at + i[:, None], weight + weight_row[:, None] * SIZE + i[None, :]
         for k in tl.range(0, SIZE, TILE, num_stages=STAGES):

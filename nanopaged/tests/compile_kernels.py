@@ -24,6 +24,7 @@ from nanopaged import tiles
 from nanopaged.features import (
     cascade,
     delta_kernels,
+    four_bit_codes,
     four_bit_experts,
     four_bit_kernels,
     four_bits,
@@ -166,7 +167,7 @@ def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
         yield partial(experts, capability, dtype, act, num_tokens, torch.uint8, routed | dict(bias=f"*{TYPES[dtype]}"))
     for kind, group, scale in (("int4", 128, f"*{TYPES[dtype]}"), ("nvfp4", 16, "*u8"), ("mxfp4", 32, "*u8")):
         yield from (partial(in_4_bits, capability, dtype, kind, group, scale, rows) for rows in (
-            (1, 64, 8192) if dtype.itemsize == 2 else (8192,)))
+            (1, 64, 256, 8192) if dtype.itemsize == 2 else (8192,)))
     route = dict(EXPERTS=40, COLUMNS=48, PADDED=64, TOP_K=6, CHOICES=8, NORMALIZED=True, COUNT=4)
     plain, scaled = dict(SIGMOID=0.0, bias=None, scale=None), dict(SIGMOID=0.0, bias=None)
     for shared, more, types in ((False, plain, {}), (True, plain, {}), (False, scaled, dict(scale=f"*{TYPES[dtype]}")),
@@ -198,13 +199,13 @@ def in_4_bits(capability: int, dtype: torch.dtype, kind: str, group: int, scale:
     constants = dict(SIZE=12288, GROUPS=12288 // group, KIND=kind, ZEROS=is_int, ROW_SCALE=kind == "nvfp4")
     types = dict(weight="*u8", scale=scale, zero="*u8", row_scale="*fp32")
     if num_rows > four_bit_kernels.MOST_ROWS:
-        constants |= dict(ROWS=32, TILE=four_bit_kernels.TILE)
-        compile_kernel(four_bit_kernels.widen_kernel, constants, dtype, capability, **types)
+        constants |= dict(ROWS=32, TILE=four_bit_codes.TILE)
+        compile_kernel(four_bit_codes.widen_kernel, constants, dtype, capability, **types)
         return
     for gated in (False, True):
-        form = four_bit_kernels.few_rows_form(group, max(8, num_rows), gated, dtype.itemsize, memory)
+        form = four_bit_kernels.few_rows_form(num_rows, gated, 3.0 if gated else 0.5, lambda slices: True, memory)
         warps, more = form.pop("num_warps"), dict(
-            PART=3072, PADDED=max(8, num_rows), BIAS=not gated, GATED=gated, ACTIVATION="silu" if gated else "")
+            PART=3072, BIAS=not gated, GATED=gated, ACTIVATION="silu" if gated else "")
         compiled = compile_kernel(four_bit_kernels.few_rows_kernel, constants | form | more, dtype, capability, warps,
                                   **types)
         assert compiled.metadata.shared <= memory, (compiled.metadata.shared, form)

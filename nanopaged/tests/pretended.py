@@ -6,8 +6,8 @@ import kernel
 import model
 from nanopaged.tests.helpers import if_there
 
-experts, four_bit_experts, in_four_bits, fp8, fused, fused_experts, gemma4, gpt_oss, qwen3_5 = map(if_there, (
-    "experts", "four_bit_experts", "four_bits", "fp8", "fused", "fused_experts", "gemma4", "gpt_oss", "qwen3_5"))
+experts, in_four_bits, fp8, fused, fused_experts, gemma4, gpt_oss, qwen3_5 = map(if_there, (
+    "experts", "four_bits", "fp8", "fused", "fused_experts", "gemma4", "gpt_oss", "qwen3_5"))
 
 
 def normalize(x, weight, bias, eps):
@@ -83,8 +83,12 @@ class PlainKernels:
         return (out * scores.T[:, :, None]).to(x.dtype)
 
 
-def widen_words(weight, scale):
-    return in_four_bits.widen(four_bit_experts.order_codes(weight), scale)
+def widen_words(weight, scale, zero=None, row_scale=None, size=None):
+    """`four_bit_codes.widen` in plain torch, in float32."""
+    shifts = torch.arange(0, 16, 4, device=weight.device)[:, None, None] + torch.tensor([0, 16], device=weight.device)
+    codes = weight.view(torch.int32).unflatten(-1, (-1, 1, 4, 1)) >> shifts & 15  # block, pair, word, half
+    return in_four_bits.widen(in_four_bits.pack(codes.byte().flatten(-4)[..., :size]), scale, zero, row_scale)
+
 
 
 def plain_kernels():

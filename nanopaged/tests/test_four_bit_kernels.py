@@ -9,7 +9,8 @@ from torch import Tensor
 
 import model
 from nanopaged import SamplingParams
-from nanopaged.features import four_bit_kernels, four_bits, fused, graphs
+from nanopaged.features import four_bit_codes, four_bit_kernels, four_bits, fused, graphs
+from nanopaged.features.four_bit_codes import order_codes
 from nanopaged.features.four_bits import cut_int4, widen
 from nanopaged.tests.helpers import (
     BUNDLED,
@@ -28,7 +29,7 @@ from nanopaged.tests.helpers import (
     rewritten,
     tokens_of,
 )
-from nanopaged.tests.pretended import plain_kernels
+from nanopaged.tests.pretended import plain_kernels, widen_words
 from nanopaged.tests.test_graphs import record_graphs
 from nanopaged.weights.build import build_model
 from nanopaged.weights.checkpoint import read_config, read_tensors
@@ -42,7 +43,7 @@ QWEN3 = read_config(GOLDEN / "qwen3")
 
 def plain_linear(x, weight, scale, zero, row_scale, bias=None, activation="", gated=False, count=1):
     """`four_bit_kernels.linear` in plain torch."""
-    wide = widen(weight, scale, zero, row_scale).to(x.dtype)
+    wide = widen_words(weight, scale, zero, row_scale, x.shape[1]).to(x.dtype)
     y = F.linear(x, wide, bias) if count == 1 else fused.partial_products(x, wide, count)
     return model.activate(y, activation, gated) if activation else y
 
@@ -248,6 +249,10 @@ def random_matrix(size_out: int, size_in: int, kind: str, group: int, dtype: tor
     return [None if one is None else one.to(DEVICE) for one in parts]
 
 
+def in_order(weight: Tensor, *others: Tensor | None) -> list[Tensor | None]:
+    return [order_codes(weight), *others]
+
+
 @needs_kernel
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("rows, size_out, size_in, kind, group, bias, act, count", [
@@ -264,7 +269,7 @@ def test_a_product_reads_4_bits(monkeypatch, dtype, rows, size_out, size_in, kin
     parts = random_matrix(size_out, size_in, kind, group, dtype)
     x = (torch.randn(rows, size_in) / size_in ** 0.5).to(dtype).to(DEVICE)
     shift = torch.randn(size_out).to(dtype).to(DEVICE) if bias else None
-    y = four_bit_kernels.linear(x, *parts, shift, *act, count=count)
+    y = four_bit_kernels.linear(x, *in_order(*parts), shift, *act, count=count)
     exact = F.linear(x.double(), widen(*parts).double(), None if shift is None else shift.double())
     exact = model.activate(exact, *act) if act else exact
     assert y.dtype is dtype and y.shape[:-2] == ((count,) if count > 1 else ())
@@ -275,7 +280,9 @@ def test_a_product_reads_4_bits(monkeypatch, dtype, rows, size_out, size_in, kin
 @pytest.mark.parametrize("kind, group", [("int4", 96), ("zeros", 32), ("nvfp4", 16), ("mxfp4", 32)])
 def test_widening_in_one_launch(kind, group):
     parts = random_matrix(70, 96, kind, group, torch.float16)
-    assert torch.allclose(four_bit_kernels.widen_on_gpu(*parts, torch.float32), widen(*parts), rtol=1e-6)
+    wide = four_bit_codes.widen(96, torch.float32, *in_order(*parts))
+    assert torch.allclose(wide, widen(*parts), rtol=1e-6)
+    assert torch.equal(widen_words(*in_order(*parts)), widen(*parts))
 
 
 @needs_gpu
@@ -299,5 +306,5 @@ def test_large_products(kind, group, num_rows):
     x = torch.randn(num_rows, 4096, device=DEVICE).bfloat16()
     exact = x.double() @ widen(*parts).double().T
     for count in (1, 2) if num_rows <= four_bit_kernels.MOST_ROWS else (1,):
-        y = four_bit_kernels.linear(x, *parts, count=count)
+        y = four_bit_kernels.linear(x, *in_order(*parts), count=count)
         assert relative_error(y.double().sum(0) if count > 1 else y.double(), exact) < 0.02
