@@ -76,8 +76,12 @@ class Form(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """What codes and scales mean. A scale of 8 bits goes with e2m1."""
-        return {torch.uint8: "mxfp4", torch.float8_e4m3fn: "nvfp4"}.get(self.scale, "int4")
+        return kind_of(self.scale)
+
+
+def kind_of(scale: torch.dtype) -> str:
+    """What codes and scales mean. A scale of 8 bits goes with e2m1."""
+    return {torch.uint8: "mxfp4", torch.float8_e4m3fn: "nvfp4"}.get(scale, "int4")
 
 
 @jit
@@ -233,7 +237,7 @@ def arguments(size: int, weight: Tensor, scale: Tensor, zero: Tensor | None,
     """Of a kernel."""
     return dict(weight=weight, scale=scale.view(torch.uint8) if scale.itemsize == 1 else scale,
                 zero=weight if zero is None else zero, row_scale=weight if row_scale is None else row_scale,
-                SIZE=size, GROUPS=scale.shape[-1], KIND=Form(scale.dtype, 1).kind,
+                SIZE=size, GROUPS=scale.shape[-1], KIND=kind_of(scale.dtype),
                 ZEROS=zero is not None, ROW_SCALE=row_scale is not None)
 
 

@@ -1,4 +1,4 @@
-"""Products of experts that keep 4 bits (MXFP4). Goes together with four_bits.py, which reads and describes them.
+"""Products of experts that keep 4 bits. Goes together with four_bits.py, which reads and describes them.
 
 **Few tokens for each expert** are bound by memory: experts_kernel of fused_experts.py makes numbers of codes in its
 loop (four_bit_codes.py). **Many tokens** are bound by the tensor cores, and each weight would be converted for many
@@ -8,9 +8,11 @@ ways.
 from types import SimpleNamespace
 from typing import Any
 
+from torch import Tensor
+
 from nanopaged import tiles
 from nanopaged.features import four_bit_codes
-from nanopaged.features.four_bit_codes import TILE, gate_and_up, widen
+from nanopaged.features.four_bit_codes import TILE, gate_and_up, kind_of, widen
 from nanopaged.optional_triton import jit, tl
 
 WIDEN_FROM = 128  # tokens of an expert, on average
@@ -28,21 +30,29 @@ def are_many(num_rows: int, top_k: int, count: int) -> bool:
     return num_rows * top_k >= WIDEN_FROM * count
 
 
+def kept_beside(whole: dict[str, Tensor], name: str) -> list[Tensor | None]:
+    """Scales, zeros and row scales of all experts' matrices: what `four_bit_codes.widen` takes after weights."""
+    return [whole.get(f"{name}.{kind}") for kind in ("scale", "zero", "row_scale")]
+
+
 @jit
-def products(x, exists, weight, scale, row, OUT: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
-             STAGES: tl.constexpr, FIRST: tl.constexpr):
+def products(x, exists, weight, scale, zero, row_scale, row, OUT: tl.constexpr, SIZE: tl.constexpr,
+             GROUPS: tl.constexpr, KIND: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, FIRST: tl.constexpr):
     """The products of experts_kernel, of gate and up if it is the first one: [ROWS, COLUMNS] each. x, exists: as in
-    four_bit_codes.py; row [ROWS]"""
-    GROUPS: tl.constexpr = (SIZE + 31) // 32
+    four_bit_codes.py; row [ROWS]; zero, row_scale: None if there are none"""
     if FIRST:
         row = tl.join(row, row + OUT).permute(1, 0).reshape(2 * row.shape[0])
     row = row[:, None]
-    y = four_bit_codes.products(x, exists, weight, scale, scale, row, tl.zeros_like(row), SIZE, SIZE, GROUPS, "mxfp4",
-                                False, TILE, STAGES, 2, False)
+    y = four_bit_codes.products(x, exists, weight, scale, scale if zero is None else zero, row, tl.zeros_like(row),
+                                SIZE, SIZE, GROUPS, KIND, zero is not None, TILE, STAGES, 2, False)
+    if row_scale is not None:
+        y *= tl.load(row_scale + row)
     if FIRST:
         return gate_and_up(y)
     else:
         return y, y
 
 
-PRODUCTS = SimpleNamespace(experts_form=experts_form, are_many=are_many, widen=widen)  # what fused_experts.py calls
+# What fused_experts.py calls.
+PRODUCTS = SimpleNamespace(experts_form=experts_form, are_many=are_many, widen=widen, kept_beside=kept_beside,
+                           kind_of=kind_of)

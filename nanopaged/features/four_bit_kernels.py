@@ -66,7 +66,7 @@ class MLP4(fused.FusedMLP):
 
 
 class ExpertsMLP4(MLP4):
-    """Also an expert in MXFP4."""
+    """Also an expert."""
     four_bits = PRODUCTS
 
 

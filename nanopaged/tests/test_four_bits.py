@@ -119,7 +119,7 @@ def test_the_product_reads_4_bits(dtype, num_rows, size, inner, count, top_k):
     logits = (logits.argsort(1) / 4).to(dtype)  # no two are equal
     cut = [four_bits.cut(torch.randn(*shape, device=DEVICE) * factor) for shape, factor in (
         ((count, 2 * inner, size), 4 / size ** 0.5), ((count, size, inner), 1 / inner ** 0.5))]
-    weights, scales = zip(*((order_codes(weight), scale) for weight, scale in cut))
+    weights, scales = zip(*((order_codes(weight), (scale, None, None)) for weight, scale in cut))
     wide = [four_bits.widen(*pair).double() for pair in cut]
     exact = PlainKernels.mix_experts(x.double(), logits.double(), *wide, top_k, True, "swigluoai",
                                      biases=[bias.double() for bias in biases])
@@ -135,7 +135,7 @@ def test_a_token_by_itself_and_among_others(num_rows):
     """Its result has the same bits, as long as its matrices are not turned into 16 bits."""
     x, logits = torch.randn(num_rows, 256, device=DEVICE).bfloat16(), torch.randn(num_rows, 16, device=DEVICE)
     cut = [four_bits.cut(torch.randn(*shape, device=DEVICE) / 16) for shape in ((16, 256, 256), (16, 256, 128))]
-    weights, scales = zip(*((order_codes(weight), scale) for weight, scale in cut))
+    weights, scales = zip(*((order_codes(weight), (scale, None, None)) for weight, scale in cut))
     options = dict(four_bits=four_bit_experts.PRODUCTS)
     out = fused_experts.mix_experts(x, logits.bfloat16(), *weights, 4, True, "swigluoai", *scales, **options)
     for i in (0, num_rows - 1):
