@@ -232,6 +232,13 @@ def widen(size: int, dtype: torch.dtype, weight: Tensor, scale: Tensor, zero: Te
     return out
 
 
+def empty_matrix(size: int, form: Form, device: torch.device) -> list[Tensor | None]:
+    """For a warm-up: a weight of no rows with `size` columns, and what is kept beside it."""
+    return [torch.empty(0, columns, dtype=kind, device=device) if kind else None for columns, kind in (
+        (cdiv(size, 32) * 16, torch.uint8), (form.num_groups, form.scale),
+        (form.num_groups, form.has_zeros and torch.uint8), (1, form.has_row_scale and torch.float32))]
+
+
 def arguments(size: int, weight: Tensor, scale: Tensor, zero: Tensor | None,
               row_scale: Tensor | None) -> dict[str, Any]:
     """Of a kernel."""

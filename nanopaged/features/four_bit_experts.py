@@ -8,11 +8,12 @@ ways.
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nanopaged import tiles
 from nanopaged.features import four_bit_codes
-from nanopaged.features.four_bit_codes import TILE, gate_and_up, kind_of, widen
+from nanopaged.features.four_bit_codes import TILE, Form, empty_matrix, gate_and_up, kind_of, widen
 from nanopaged.optional_triton import jit, tl
 
 WIDEN_FROM = 128  # tokens of an expert, on average
@@ -35,6 +36,14 @@ def kept_beside(whole: dict[str, Tensor], name: str) -> list[Tensor | None]:
     return [whole.get(f"{name}.{kind}") for kind in ("scale", "zero", "row_scale")]
 
 
+def empty_of(r: Any, name: str, size: int) -> list[Tensor | None]:
+    """`empty_matrix` of all experts' gate_up_proj or down_proj."""
+    plan = getattr(r.modules.linear, "plan", None)  # gpt-oss has none
+    forms = [form for path, form in plan.forms.items() if path.endswith(f"experts.0.{name}")] if plan else [
+        Form(torch.uint8, size // 32)]
+    return empty_matrix(size, forms[0], r.device)
+
+
 @jit
 def products(x, exists, weight, scale, zero, row_scale, row, OUT: tl.constexpr, SIZE: tl.constexpr,
              GROUPS: tl.constexpr, KIND: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, FIRST: tl.constexpr):
@@ -55,4 +64,4 @@ def products(x, exists, weight, scale, zero, row_scale, row, OUT: tl.constexpr, 
 
 # What fused_experts.py calls.
 PRODUCTS = SimpleNamespace(experts_form=experts_form, are_many=are_many, widen=widen, kept_beside=kept_beside,
-                           kind_of=kind_of)
+                           empty_of=empty_of, kind_of=kind_of)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from nanopaged import model, tiles
 from nanopaged.features import fused
-from nanopaged.features.four_bit_codes import TILE, Form, arguments, gate_and_up, products, widen
+from nanopaged.features.four_bit_codes import TILE, Form, arguments, empty_matrix, gate_and_up, products, widen
 from nanopaged.features.four_bit_experts import PRODUCTS
 from nanopaged.optional_triton import jit, launch_options, tl
 from nanopaged.tiles import cdiv
@@ -87,14 +87,13 @@ def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
     """For warmup.py. Weights have no rows, so none are read."""
     c, make = r.config, partial(torch.empty, dtype=r.dtype, device=r.device)
     for size_out, size, bias, form, is_residual, is_first in r.modules.linear.plan.shapes():
-        kept = [make(0, columns, dtype=kind) if kind else None for columns, kind in (
-            (cdiv(size, 32) * 16, torch.uint8), (form.num_groups, form.scale),
-            (form.num_groups, form.has_zeros and torch.uint8), (1, form.has_row_scale and torch.float32))]
+        kept = empty_matrix(size, form, r.device)
         is_split = is_residual and r.modules.residual_linear.kept is SplitLinear4 and r.dtype is not torch.float16
         count = num_parts(size, size_out, form) if is_split and not bias else 1
         act = (c.activation, c.gated_mlp) if is_first and issubclass(r.modules.mlp, MLP4) else ()
         for rows in (1, 9, 17, 33, 65):  # up to 8, 16, 32, 64, all
-            yield partial(linear, make(rows, size), *kept, make(1) if bias else None, *act, count=count)
+            yield partial(linear, make(rows, size), *kept, make(1) if bias else None, *act, count=count,
+                          height=size_out)
         yield partial(widen, size, r.dtype, *kept)
 
 
@@ -103,9 +102,10 @@ def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
 # --------------------------------------------------------------------------------------------------
 
 def linear(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, row_scale: Tensor | None,
-           bias: Tensor | None = None, activation: str = "", gated: bool = False, count: int = 1) -> Tensor:
+           bias: Tensor | None = None, activation: str = "", gated: bool = False, count: int = 1,
+           height: int = 0) -> Tensor:
     """F.linear for x [T, in] and a matrix in 4 bits. activation, gated, count: as in `fused.few_rows_linear`, for few
-    rows"""
+    rows; height: the number of rows for which the kernel is compiled, if the matrix is empty"""
     num_rows, size = x.shape
     if not has_few_rows(x):
         wide = widen(size, x.dtype, weight, scale, zero, row_scale)
@@ -115,7 +115,7 @@ def linear(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, row_sc
     if not num_rows:
         return out
     part, group = size // count, size // scale.shape[1] if scale.shape[1] > 1 else 1
-    density = cdiv(len(scale), 64) * count / tiles.num_multiprocessors(x.device)
+    density = cdiv(height or len(scale), 64) * count / tiles.num_multiprocessors(x.device)
     form = few_rows_form(num_rows, gated, density, lambda slices: part % (slices * max(group, TILE)) == 0,
                          tiles.shared_memory(x.device))
     few_rows_kernel[(cdiv(num_out, form["ROWS"]), count, cdiv(num_rows, form["COLUMNS"]))](

@@ -61,8 +61,7 @@ def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
     c, dtype, device = r.config, r.dtype, r.device
     e, make = c.experts, partial(torch.empty, dtype=dtype, device=device)
     activation = e.get("activation", c.activation)
-    mixture = next(module for module in r.model.modules() if isinstance(module, FusedExperts))
-    empty, joins_shared = {name: one[:0] for name, one in mixture.whole.items()}, mixture.joins_shared
+    joins_shared = bool(e["gate_rows"]) and e["shared_size"] == e["size"]
     rows, total, chosen = e["count"] + e["gate_rows"], e["count"] + joins_shared, e["top_k"] + joins_shared
     for count in {1, fused.num_partial_products(make(2, c.hidden_size), make(rows, c.hidden_size))}:
         yield partial(route_experts, make(count, 0, rows), e["count"], e["top_k"], e["normalized"], joins_shared,
@@ -70,11 +69,12 @@ def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
                       make(e["count"]) if e.get("has_scale") else None)
     memory = tiles.shared_memory(device)
     counts, pairs = make(total, dtype=torch.int32).zero_(), make(0, dtype=torch.int32)
-    four_bits = mixture.four_bits
+    weight, scale = make(0, dtype=FP8 if r.fp8 else dtype), make(0, dtype=torch.float32) if r.fp8 else None
+    four_bits = getattr(r.modules.mlp, "four_bits", None)
     for name, size, act, out in (("gate_up_proj", c.hidden_size, activation, e["size"]),
                                  ("down_proj", e["size"], "", c.hidden_size)):
-        weight = empty[f"{name}.weight"]
-        scale = four_bits.kept_beside(empty, name) if four_bits else empty.get(f"{name}.scale")
+        if four_bits:
+            weight, *scale = four_bits.empty_of(r, name, size)
         forms = {tuple(experts_form(n, chosen, total, act != "", weight.dtype, memory, four_bits).items()): n
                  for n in (2**i for i in reversed(range(20)))}  # the fewest tokens of each form
         for n in forms.values():
