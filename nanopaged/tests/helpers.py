@@ -48,15 +48,39 @@ PROMPT = list(range(60, 75))
 
 
 if optional_triton.INTERPRETED:
-    # Half of the interpreter's time would be work without an effect: every call of a function inside a kernel replaces
-    # the members of triton.language, though the launch has replaced them, and checks for overflow are computed and
-    # thrown away.
+    # Most of the interpreter's time would be work without an effect: every call of a function inside a kernel replaces
+    # the members of triton.language, though the launch has replaced them; checks for overflow are computed and thrown
+    # away; and each operation makes types and shapes again that are those of operations before it.
+    from triton.language import core
     from triton.runtime import interpreter
 
     def patch_lang_once(function, patch=interpreter._patch_lang):
         lang = function.__globals__.get("tl") or function.__globals__.get("core")
         return patch(function) if lang is None or interpreter.tl.core.is_builtin(lang.load) else None
 
+    block_of, tensor_of, numpy_type_of = core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype
+    known = {}  # what follows from the name of a type
+
+    def init_block_type(self, element_ty, shape):
+        sizes = [size.value if isinstance(size, core.constexpr) else size for size in shape]
+        if (key := (element_ty.name, *sizes)) not in known:
+            block_of(self, element_ty, shape)
+            known[key] = vars(self).copy()
+        vars(self).update(known[key])
+
+    def init_tensor(self, handle, type):
+        if (key := ("tensor", type.name)) not in known:
+            tensor_of(self, None, type)
+            known[key] = vars(self).copy()
+        vars(self).update(known[key], handle=handle)
+
+    def find_numpy_type(type):
+        if type.name not in known:
+            known[type.name] = numpy_type_of(type)
+        return known[type.name]
+
+    core.block_type.__init__, core.tensor.__init__ = init_block_type, init_tensor
+    interpreter._get_np_dtype = find_numpy_type
     interpreter._patch_lang = patch_lang_once
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
 
