@@ -4,7 +4,6 @@ import json
 import re
 import time
 import weakref
-from collections import Counter
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
@@ -227,28 +226,30 @@ def relative_error(actual, expected):
 
 def check_books(scheduler):
     """What the block manager promises, after every step."""
-    manager, num_holders = scheduler.block_manager, Counter()
+    manager = scheduler.block_manager
+    num_holders, most_blocks = [0] * manager.num_blocks, getattr(manager, "max_blocks_per_seq", manager.num_blocks)
     host_tables = getattr(manager, "host_tables", {})  # features/swapping.py
     host_blocks = [host_block for host_block, _ in getattr(manager.step, "swaps_in", ())]
     host_blocks += getattr(manager, "free_host_blocks", ())
     for seq in scheduler.running + scheduler.waiting:
-        tables = [(seq.block_table, getattr(manager, "max_blocks_per_seq", manager.num_blocks))]
+        tables = [(seq.block_table, most_blocks)]
         for name, part in vars(seq).get("parts", {}).items():  # features/kinds
             if hasattr(part, "live"):  # states
                 continue
             tables.append((part.block_table, manager.kinds[name].max_blocks_per_seq))
             assert part.num_null_blocks == part.block_table.count(NULL)
         for table, most in tables:
-            held = [block for block in table if block != NULL]
-            assert len(set(held)) == len(held) <= most and len(table) == len(seq.block_table)
-            assert table[len(table) - len(held):] == held  # only the first entries are NULL
+            assert len(table) == len(seq.block_table)
+            held = table[table.count(NULL):]
+            assert len({*held}) == len(held) <= most and NULL not in held  # only the first entries are NULL
             assert not held or seq.status is Status.RUNNING
-            num_holders.update(held)
+            for block in held:
+                num_holders[block] += 1
         assert (seq in host_tables) == (seq.status is Status.SWAPPED)
     host_blocks += [block for table in host_tables.values() for block in table if block != NULL]
     assert sorted(host_blocks) == list(range(getattr(manager, "num_host_blocks", 0)))
-    assert manager.ref_counts[:manager.num_blocks] == [num_holders[block] for block in range(manager.num_blocks)]
-    assert set(manager.free_queue) == {block for block, count in enumerate(manager.ref_counts) if count == 0}
+    assert manager.ref_counts[:manager.num_blocks] == num_holders
+    assert {*manager.free_queue} == {block for block, count in enumerate(manager.ref_counts) if count == 0}
     assert manager.key_of_block == {block: key for key, (block, _) in manager.prefix_cache.items()}
     assert len(manager.prefix_cache) == len(manager.key_of_block)
     assert len(scheduler.running) <= scheduler.max_num_seqs
