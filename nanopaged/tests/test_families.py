@@ -333,7 +333,7 @@ def test_a_tied_matrix_may_be_stored_under_either_name_or_both(tmp_path, variant
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_tied_matrix_that_is_stored_with_other_numbers_is_not_tied(tmp_path, size):
+def test_a_tied_matrix_that_is_stored_with_other_numbers_is_not_tied(tmp_path, forks, size):
     """As in transformers 5. The head's rows are those of the embedding, moved by one: so are the tokens."""
     tied = load("smollm2", num_blocks=64, device="cpu")
     first = tied.generate(PROMPT, SamplingParams(temperature=0, max_tokens=1))[0].outputs[0].token_ids[0]

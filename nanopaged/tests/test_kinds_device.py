@@ -65,7 +65,7 @@ def from_a_plain_pool(variant):
         dict(max_num_batched_tokens=9))),
     *(dict(model="gemma3-groups", num_blocks=14) | options for options in (
         {}, dict(lookahead=1), dict(tensor_parallel_size=2)))], ids=str)
-def test_mixed_requests_get_the_texts_of_a_plain_pool(options):
+def test_mixed_requests_get_the_texts_of_a_plain_pool(forks, options):
     """Samples, beams, penalties, log probabilities of both kinds, drafts; two pools, two ranks."""
     llm = pools(**dict(count=1) | options)
     found, num_preempted = texts(llm)
