@@ -163,6 +163,9 @@ def prepare(args: Any) -> Callable[..., int]:
             outputs = llm.beam_search(prompts, search, use_tqdm=shows_bar)
             for output in outputs:
                 progress.note_end(output)
+                for one in output.outputs if read else ():  # `read` wants special tokens, which its text lacks
+                    ids = one.token_ids[:-1] if one.finish_reason == "stop" else one.token_ids
+                    one.text = llm.tokenizer.decode(ids, skip_special_tokens=False)
         else:
             outputs = [output for _, output in sorted(progress.run((i, prompt, params, 0)
                                                                    for i, prompt in enumerate(prompts)))]

@@ -31,6 +31,15 @@ def pretends(monkeypatch):
 
 
 @pytest.fixture
+def forks(monkeypatch):
+    """Ranks are forked from a process that has imported torch: starting Python for each takes two seconds."""
+    if is_there("tensor_parallel"):
+        from nanopaged.features.tensor_parallel import workers
+        from nanopaged.tests.forked import ForkedWorker
+        monkeypatch.setattr(workers, "Popen", ForkedWorker)
+
+
+@pytest.fixture
 def keeps(request):
     """The tests' device is a card with 8-bit products, or pretends to be one."""
     from nanopaged.device.choices import pick_device

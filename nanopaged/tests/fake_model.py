@@ -27,10 +27,16 @@ class FakeModel:
         self.num_known = {}  # sequence -> the tokens that it had before steps were read
         self.texts = {engine.ROOT: ()}  # prefix key -> the tokens that it stands for
 
-    def slot(self, seq, position):
+    def places(self, block_table, start, end):
+        """(position, its slot) for these positions, whose blocks must be there."""
+        if start >= end:
+            return []
         size = self.scheduler.block_manager.block_size
-        assert seq.block_table[position // size] != NULL
-        return seq.block_table[position // size] * size + position % size
+        first = start // size
+        blocks = block_table[first:(end - 1) // size + 1]
+        assert NULL not in blocks
+        slots = [block * size + i for block in blocks for i in range(size)]
+        return [*enumerate(slots, first * size)][start - first * size:end - first * size]
 
     def move_blocks(self, step):
         """Move blocks out to the host, copy blocks, and move blocks in from the host, in the order of the runner."""
@@ -76,22 +82,21 @@ class FakeModel:
         self.move_blocks(step)
         for seq, num_tokens in zip(step.seqs, step.num_tokens):
             assert num_tokens > 0
-            tokens = tuple(self.tokens(seq))
-            for position in range(seq.num_computed_tokens - num_tokens, seq.num_computed_tokens):
-                if position >= seq.num_found_tokens:
-                    block = seq.block_table[position // manager.block_size]
-                    # Other sequences may list the block already if they were admitted in this step: they want these
-                    # very tokens.
-                    assert manager.ref_counts[block] == 1 or any(
-                        block in other.block_table and other in step.seqs
-                        for other in self.scheduler.running if other is not seq)
-                    self.slots[self.slot(seq, position)] = tokens[:position + 1]
+            tokens, end = tuple(self.tokens(seq)), seq.num_computed_tokens
+            for position, slot in self.places(seq.block_table, max(end - num_tokens, seq.num_found_tokens), end):
+                block = seq.block_table[position // manager.block_size]
+                # Other sequences may list the block already if they were admitted in this step: they want these very
+                # tokens.
+                assert manager.ref_counts[block] == 1 or any(
+                    block in other.block_table and other in step.seqs
+                    for other in self.scheduler.running if other is not seq)
+                self.slots[slot] = tokens[:position + 1]
         for seq, num_tokens in zip(step.seqs, step.num_tokens):
             window = getattr(manager, "window", 0)
             oldest = max(0, seq.num_computed_tokens - num_tokens - window + 1) if window else 0
             tokens = tuple(self.tokens(seq))
-            for position in range(oldest, seq.num_computed_tokens):
-                assert self.slots[self.slot(seq, position)] == tokens[:position + 1]
+            for position, slot in self.places(seq.block_table, oldest, seq.num_computed_tokens):
+                assert self.slots[slot] == tokens[:position + 1]
         num_rows, sampled = Counter(), []
         for seq in step.sampled:
             sampled.append(self.sample_of(seq, self.tokens(seq, num_rows[seq])))

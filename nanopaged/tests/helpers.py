@@ -4,7 +4,6 @@ import json
 import re
 import time
 import weakref
-from collections import Counter
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
@@ -48,15 +47,39 @@ PROMPT = list(range(60, 75))
 
 
 if optional_triton.INTERPRETED:
-    # Half of the interpreter's time would be work without an effect: every call of a function inside a kernel replaces
-    # the members of triton.language, though the launch has replaced them, and checks for overflow are computed and
-    # thrown away.
+    # Most of the interpreter's time would be work without an effect: every call of a function inside a kernel replaces
+    # the members of triton.language, though the launch has replaced them; checks for overflow are computed and thrown
+    # away; and each operation makes types and shapes again that are those of operations before it.
+    from triton.language import core
     from triton.runtime import interpreter
 
     def patch_lang_once(function, patch=interpreter._patch_lang):
         lang = function.__globals__.get("tl") or function.__globals__.get("core")
         return patch(function) if lang is None or interpreter.tl.core.is_builtin(lang.load) else None
 
+    block_of, tensor_of, numpy_type_of = core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype
+    known = {}  # what follows from the name of a type
+
+    def init_block_type(self, element_ty, shape):
+        sizes = [size.value if isinstance(size, core.constexpr) else size for size in shape]
+        if (key := (element_ty.name, *sizes)) not in known:
+            block_of(self, element_ty, shape)
+            known[key] = vars(self).copy()
+        vars(self).update(known[key])
+
+    def init_tensor(self, handle, type):
+        if (key := ("tensor", type.name)) not in known:
+            tensor_of(self, None, type)
+            known[key] = vars(self).copy()
+        vars(self).update(known[key], handle=handle)
+
+    def find_numpy_type(type):
+        if type.name not in known:
+            known[type.name] = numpy_type_of(type)
+        return known[type.name]
+
+    core.block_type.__init__, core.tensor.__init__ = init_block_type, init_tensor
+    interpreter._get_np_dtype = find_numpy_type
     interpreter._patch_lang = patch_lang_once
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
 
@@ -203,28 +226,30 @@ def relative_error(actual, expected):
 
 def check_books(scheduler):
     """What the block manager promises, after every step."""
-    manager, num_holders = scheduler.block_manager, Counter()
+    manager = scheduler.block_manager
+    num_holders, most_blocks = [0] * manager.num_blocks, getattr(manager, "max_blocks_per_seq", manager.num_blocks)
     host_tables = getattr(manager, "host_tables", {})  # features/swapping.py
     host_blocks = [host_block for host_block, _ in getattr(manager.step, "swaps_in", ())]
     host_blocks += getattr(manager, "free_host_blocks", ())
     for seq in scheduler.running + scheduler.waiting:
-        tables = [(seq.block_table, getattr(manager, "max_blocks_per_seq", manager.num_blocks))]
+        tables = [(seq.block_table, most_blocks)]
         for name, part in vars(seq).get("parts", {}).items():  # features/kinds
             if hasattr(part, "live"):  # states
                 continue
             tables.append((part.block_table, manager.kinds[name].max_blocks_per_seq))
             assert part.num_null_blocks == part.block_table.count(NULL)
         for table, most in tables:
-            held = [block for block in table if block != NULL]
-            assert len(set(held)) == len(held) <= most and len(table) == len(seq.block_table)
-            assert table[len(table) - len(held):] == held  # only the first entries are NULL
+            assert len(table) == len(seq.block_table)
+            held = table[table.count(NULL):]
+            assert len({*held}) == len(held) <= most and NULL not in held  # only the first entries are NULL
             assert not held or seq.status is Status.RUNNING
-            num_holders.update(held)
+            for block in held:
+                num_holders[block] += 1
         assert (seq in host_tables) == (seq.status is Status.SWAPPED)
     host_blocks += [block for table in host_tables.values() for block in table if block != NULL]
     assert sorted(host_blocks) == list(range(getattr(manager, "num_host_blocks", 0)))
-    assert manager.ref_counts[:manager.num_blocks] == [num_holders[block] for block in range(manager.num_blocks)]
-    assert set(manager.free_queue) == {block for block, count in enumerate(manager.ref_counts) if count == 0}
+    assert manager.ref_counts[:manager.num_blocks] == num_holders
+    assert {*manager.free_queue} == {block for block, count in enumerate(manager.ref_counts) if count == 0}
     assert manager.key_of_block == {block: key for key, (block, _) in manager.prefix_cache.items()}
     assert len(manager.prefix_cache) == len(manager.key_of_block)
     assert len(scheduler.running) <= scheduler.max_num_seqs

@@ -1,5 +1,7 @@
 """What several sequences have in common is read once: the batch's order and entries, the kernel, and engines."""
+import json
 import random
+import warnings
 from functools import partial
 
 import pytest
@@ -11,7 +13,20 @@ from nanopaged import SamplingParams, tiles
 from nanopaged.device.pool import FP8
 from nanopaged.features import cascade
 from nanopaged.features.cascade import Cascade, CascadeRunner
-from nanopaged.tests.helpers import CUDA, GOLDEN, GREEDY, PROMPT, load, needs, needs_gpu, needs_kernel, tokens_of
+from nanopaged.tests.helpers import (
+    ALL_VARIANTS,
+    CUDA,
+    GEMMA4,
+    GOLDEN,
+    GREEDY,
+    PROMPT,
+    load,
+    needs,
+    needs_gpu,
+    needs_kernel,
+    tokens_of,
+)
+from nanopaged.weights.families import read_model_config
 
 # --------------------------------------------------------------------------------------------------
 # Which sequences have blocks in common
@@ -282,7 +297,7 @@ def test_an_fp8_cache_in_groups():
     assert len(llm.runner.cascade.found[1]) == 4 and all(len(tokens) == 24 for tokens in texts)
 
 @pytest.mark.parametrize("graphs, options", [
-    (False, {}), (True, {}), (True, dict(num_blocks=60)), (False, dict(enable_prefix_caching=False)),
+    (False, {}), (True, {}), (True, dict(num_blocks=30)), (False, dict(enable_prefix_caching=False)),
     (True, dict(speculative_config=dict(method="ngram", num_speculative_tokens=3)))], ids=str)
 def test_texts_are_the_same_with_and_without(graphs, options, monkeypatch):
     """Common beginnings, samples, chunks beside them, drafts, and a pool that runs dry. On a CPU attention is torch's,
@@ -295,7 +310,8 @@ def test_texts_are_the_same_with_and_without(graphs, options, monkeypatch):
     common = [(7 * i) % 500 + 3 for i in range(200)]
     prompts = [common + [i, 5, i] * 20 for i in range(5)] + [common[:140] + [9] * i for i in (1, 80)] + [PROMPT]
     drawn = SamplingParams(temperature=1.0, seed=1, n=3, max_tokens=6, ignore_eos=True)
-    params = [GREEDY] * 7 + [drawn]
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    params = [greedy] * 7 + [drawn]
     if not graphs and not CUDA:
         llm.runner.__class__ = CascadeRunner
     llm.runner.cascade, sizes, texts = Cascade(16, 64, 4, 16, least_tokens=1), set(), []
@@ -304,7 +320,7 @@ def test_texts_are_the_same_with_and_without(graphs, options, monkeypatch):
     for llm.runner.cascade in (llm.runner.cascade, None):
         texts.append([tokens_of(llm.generate(prompts, params)), tokens_of(llm.generate([common], drawn))])
         assert llm.scheduler.block_manager.num_free_blocks == llm.scheduler.block_manager.num_blocks
-    assert texts[0] == texts[1] and max(sizes) > 0
+    assert texts[0] == texts[1] and max(sizes) > 0 and bool(llm.counts.num_preemptions) == ("num_blocks" in options)
     assert not graphs or {bool(shape.num_entries) for shape in replayed} == {False, True}
 
 
@@ -319,8 +335,22 @@ def test_every_recorded_step_has_room_for_a_cascade(monkeypatch):
     assert max(sum(shape.layout) for shape in shapes) == len(llm.runner.graph_input)
 
 
+WITHOUT = ["mistral", "phi3", *GEMMA4]  # windows in all layers, and heads of several sizes
+
+
+def one_of_each_attention():
+    """Golden checkpoints: the first with each shape of heads and each kind of layers that a cascade can meet."""
+    found = {}
+    for variant in sorted({*ALL_VARIANTS} - {*WITHOUT}):
+        with warnings.catch_warnings(action="ignore"):
+            c = read_model_config(json.loads((GOLDEN / variant / "config.json").read_text()))
+        parts = {*c.sliding_windows} or {0}, c.groups, c.states, c.sinks, c.attention_scale
+        found.setdefault(str([c.num_heads, c.num_kv_heads, c.head_dim, *parts]), variant)
+    return [*found.values()]
+
+
 @needs_kernel
-@pytest.mark.parametrize("variant", sorted(path.parent.name for path in GOLDEN.glob("*/config.json")))
+@pytest.mark.parametrize("variant", one_of_each_attention())
 def test_texts_of_the_golden_models(variant, monkeypatch):
     """Two samples have a tile of tokens in common: their texts are torch's on a CPU, and those without a cascade on a
     GPU (where torch adds in another order)."""
@@ -329,13 +359,22 @@ def test_texts_of_the_golden_models(variant, monkeypatch):
     monkeypatch.setattr(Cascade, "find", lambda *args: seen.append((found := find(*args))[1]) or found)
     for attention, least in (("triton", 1), ("triton", 10**6) if CUDA else ("torch", None)):
         llm = load(variant, attention=attention, dtype="bfloat16" if CUDA else "float32")
-        if not CUDA:  # in the interpreter most of the time would go into storing K and V, which test_paged.py tests
-            llm.runner.kernels = llm.runner.kernels._replace(rotate_and_store=kernel.TORCH.rotate_and_store)
-        # Those have windows in all layers, and others heads of several sizes.
-        if has_cascade := least and variant not in ("mistral", "phi3") and not llm.config.layer_heads:
+        if not CUDA:  # in the interpreter most of the time would go into prompts and storing, which test_paged.py tests
+            in_triton = llm.runner.kernels.attention
+            llm.runner.kernels = llm.runner.kernels._replace(
+                rotate_and_store=kernel.TORCH.rotate_and_store, attention=lambda *args, **options: (
+                    in_triton if "cascade" in options else kernel.TORCH.attention)(*args, **options))
+        if least:
             llm.runner.cascade.least_tokens = least
         texts.append(tokens_of(llm.generate([[*range(3, 68)]], params)))
-        assert bool(getattr(llm.runner, "cascade", None)) == bool(has_cascade)
-        assert not has_cascade or ([0, 2, 0, 64] in seen) == (least == 1)
+        assert bool(getattr(llm.runner, "cascade", None)) == bool(least)
+        assert not least or ([0, 2, 0, 64] in seen) == (least == 1)
         seen.clear()
     assert texts[0] == texts[1]
+
+
+@needs_kernel
+@pytest.mark.parametrize("variant", WITHOUT)
+def test_models_without_a_cascade(variant):
+    """(Tests of their families have their texts in Triton.)"""
+    assert not load(variant, attention="triton", disable_cascade_attn=False).runner.cascade

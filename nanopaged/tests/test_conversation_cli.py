@@ -3,6 +3,7 @@ import importlib
 import io
 import re
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -10,7 +11,7 @@ import pytest
 
 from nanopaged import LLM
 from nanopaged.features import conversation
-from nanopaged.tests.helpers import complaint, needs
+from nanopaged.tests.helpers import GOLDEN, complaint, needs, write_files
 from nanopaged.tests.test_cli import (  # noqa: F401  call and asked_params are fixtures
     GREEDY,
     TEMPLATE,
@@ -197,6 +198,33 @@ def test_channels_of_several_answers_and_texts_as_they_are(call, with_channels, 
     assert {*captured.out.splitlines()} == {"=== 'Hi'", "=== 'Is a > b?'", "Hi there.", "Yes, a > b.", ""}
     assert "greeting" not in captured.err
     assert HARMONY[0] in call("--no-skip-special-tokens", prompt=["Hi", "Is a > b?"], **with_channels).out
+
+
+@needs("server", "progress", "beam", "gpt_oss")
+def test_channels_of_beams(call, tmp_path, monkeypatch):  # noqa: F811
+    """A beam's text has no special tokens, so it is made again. A tiny gpt-oss searches, and what it finds is replaced
+    by the tokens of such answers."""
+    from nanopaged.features.beam import BeamGroup
+    marks = dict.fromkeys(re.findall(r"<\|\w+\|>", "".join(HARMONY)) + ["<|endoftext|>"])
+    letters = "".join(map(chr, range(33, 127))) + "\u0120\u010a"  # as a byte-level BPE writes a blank and a newline
+    config = {"added_tokens_decoder": {199 - i: dict(content=mark, special=True) for i, mark in enumerate(marks)}}
+    files = {"vocab.json": {letter: i for i, letter in enumerate(letters)}, "merges.txt": "",
+             "tokenizer_config.json": config, "chat_template.jinja": f"{{# it writes <|channel|> #}}{TEMPLATE}"}
+    model = str(write_files(tmp_path, files, (GOLDEN / "gpt-oss").iterdir()))
+    encode, extend = shared_llm(model).tokenizer.encode, BeamGroup.extend
+    found = [encode(HARMONY[0] + "<|endoftext|>"), encode(HARMONY[1])]
+
+    def answers(group, candidates):
+        origins = extend(group, candidates)
+        if not origins:
+            group.ended = [replace(beam, token_ids=ids, finish_reason="stop") for beam, ids in zip(group.ended, found)]
+        return origins
+
+    monkeypatch.setattr(BeamGroup, "extend", answers)
+    captured = call(chat=True, prompt="Hi", model=model, beam_width=2, max_tokens=3)
+    assert re.sub(r"score \S+", "score", captured.out) == (
+        "=== 'Hi' [0] score\nHi there.\n\n=== 'Hi' [1] score\nYes, a > b.\n\n")
+    assert "greeting" not in captured.err
 
 
 @pytest.mark.parametrize("more", [{}, dict(prompt="Hi")], ids=["conversation", "message"])

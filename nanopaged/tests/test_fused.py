@@ -69,8 +69,9 @@ def test_activation_and_product(dtype, gated, activation):
 
 
 @needs_kernel
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("rows", [1, 2, 5, 8, 9, 16])
+@pytest.mark.parametrize("dtype, rows", [
+    (dtype, rows) for dtype in TYPES for rows in (1, 2, 5, 8, 9, 16) if CUDA or dtype is TYPES[0] or rows in (1, 9)],
+    ids=str)
 @pytest.mark.parametrize("size_in, size_out, bias", [(5, 3, True), (64, 8, False), (1500, 6, True), (2048, 40, False)])
 def test_product_of_few_rows(dtype, bias, rows, size_in, size_out):
     torch.manual_seed(0)

@@ -149,7 +149,7 @@ def test_every_finished_text_fits_and_every_other_one_is_a_beginning(is_random, 
         torch.manual_seed(0)
         for parameter in llm.runner.model.parameters():
             parameter.normal_(std=0.1)
-    structures = [random_structure(rng, i) for i in range(150)]
+    structures = [random_structure(rng, i) for i in range(60 if is_random else 150)]
     settings = [params(**structure, seed=i) for i, structure in enumerate(structures)]
     outputs = run(llm, *settings, prompt="ROMEO:")
     for structure, output, setting in zip(structures, outputs, settings):
@@ -159,7 +159,7 @@ def test_every_finished_text_fits_and_every_other_one_is_a_beginning(is_random, 
             assert output.finish_reason == "length"
             matcher = compiler_of(llm).compile(setting.structured_outputs).matcher
             assert matcher.validate_tokens(output.token_ids) == len(output.token_ids)
-    assert sum(output.finish_reason == "stop" for output in outputs) > 120
+    assert sum(output.finish_reason == "stop" for output in outputs) > 0.8 * len(outputs)
 
 
 PERSON = {"type": "object", "properties": {"first name": {"type": "string", "maxLength": 6}, "age": {"type": "integer"},

@@ -71,6 +71,8 @@ def test_outputs_of_replayed_steps(monkeypatch, variant, options):
     prompts = [prompt.tolist() for prompt in prompts] * 2
     assert tokens_of(llm.generate(prompts, GREEDY)) == [c.tolist() for c in continuations] * 2
     assert {shape.num_tiles > 0 for shape in replayed} == {True, False}
+    if variant != "qwen3":  # what follows logits is the same for all
+        return
     drawn = SamplingParams(temperature=1.0, top_k=20, seed=1, max_tokens=9, repetition_penalty=1.1, logprobs=2)
     settings = (drawn, SamplingParams(seed=2, max_tokens=9))
     seen = [tokens_of(llm.generate(prompts, params)) for params in settings]

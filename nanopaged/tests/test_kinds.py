@@ -16,7 +16,7 @@ from nanopaged.features.kinds import Kinds
 from nanopaged.features.kinds.windows import Group
 from nanopaged.features.samples import Samples, SampleSequence, fork
 from nanopaged.tests.fake_model import ARRIVALS, FakeModel, sequence
-from nanopaged.tests.helpers import NULL, as_rows, check_books
+from nanopaged.tests.helpers import as_rows, check_books
 from nanopaged.tests.test_random_operations import PARAMS, RandomGrammar, RandomGroup, RandomProposer
 
 
@@ -54,33 +54,29 @@ class KindsFake(FakeModel):
         return read_or_fail
 
     def launch_group(self, step, name, kind):
-        size = kind.block_size
         texts = [tuple(self.tokens(seq)) for seq in step.seqs]  # with the step's own sample, where nothing looks
         chunks = [(seq.num_computed_tokens - count, seq.num_computed_tokens)
                   for seq, count in zip(step.seqs, step.num_tokens)]
-
-        def slot(seq, position):
-            block = seq.parts[name].block_table[position // size]
-            assert block != NULL
-            return block * size + position % size
-
-        written = Counter()
+        written = []
         for seq, text, (start, end) in zip(step.seqs, texts, chunks):
-            for position in range(max(start, seq.num_found_tokens), end):
-                written[slot(seq, position)] += 1
-                self.slots[slot(seq, position)] = name, text[:position + 1]
-        assert max(written.values(), default=0) <= 1
+            table = seq.parts[name].block_table
+            for position, slot in self.places(table, max(start, seq.num_found_tokens), end):
+                written.append(slot)
+                self.slots[slot] = name, text[:position + 1]
+        assert len({*written}) == len(written)
         step.written += written
         for seq, text, (start, end) in zip(step.seqs, texts, chunks):
-            for position in range(max(0, start - kind.window + 1) if kind.window else 0, end):
-                assert self.slots[slot(seq, position)] == (name, text[:position + 1])
+            oldest = max(0, start - kind.window + 1) if kind.window else 0
+            for position, slot in self.places(seq.parts[name].block_table, oldest, end):
+                assert self.slots[slot] == (name, text[:position + 1])
         self.events["given back"] += sum(seq.parts[name].num_null_blocks > 0 for seq in step.seqs)
 
     def check_cache(self):
         """As in FakeModel for the first group, then what is stored under the same keys."""
         manager, size = self.scheduler.block_manager, self.scheduler.block_manager.block_size
-        for key, (block, after) in sorted(manager.prefix_cache.items(), key=lambda entry: (entry[1][1], str(entry))):
-            if key[1] not in manager.kinds and key[0] in self.texts:
+        for after, key in sorted((after, key) for key, (_, after) in manager.prefix_cache.items()
+                                 if key[1] not in manager.kinds):
+            if key[0] in self.texts:
                 self.texts[after] = self.texts[key[0]] + key[1]
         for (key, name), (block, after) in manager.prefix_cache.items():
             of_group = name in manager.kinds

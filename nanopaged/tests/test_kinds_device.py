@@ -39,8 +39,7 @@ GROUPED = ["gemma3", "gemma3-groups", "gpt-oss", "olmo3", "qwen2-groups", "smoll
 plain = patch.object(device, "choose", lambda *_: None)  # all layers keep all blocks
 
 
-@pytest.mark.parametrize("variant", GROUPED)
-@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("variant, lookahead", [("gemma3-groups", 0), *((variant, 1) for variant in GROUPED)])
 def test_texts_of_transformers_from_a_small_pool(variant, lookahead):
     """In chunks, with preemptions."""
     llm = load(variant, num_blocks=20, block_size=4, max_num_batched_tokens=7, device="cpu", lookahead=lookahead)
@@ -60,16 +59,18 @@ def from_a_plain_pool(variant):
 
 
 @pytest.mark.parametrize("options", [
-    dict(lookahead=1), dict(num_blocks=14), dict(num_blocks=16, lookahead=1), dict(enable_prefix_caching=False),
-    dict(enforce_eager=True), dict(count=2), dict(speculative_config={"num_speculative_tokens": 4}),
-    dict(max_num_batched_tokens=9), dict(tensor_parallel_size=2, num_blocks=14)], ids=str)
-def test_mixed_requests_get_the_texts_of_a_plain_pool(options):
+    *(dict(model="qwen2-groups") | options for options in (
+        dict(lookahead=1), dict(num_blocks=14), dict(num_blocks=16, lookahead=1), dict(enable_prefix_caching=False),
+        dict(enforce_eager=True), dict(count=2), dict(speculative_config={"num_speculative_tokens": 4}),
+        dict(max_num_batched_tokens=9))),
+    *(dict(model="gemma3-groups", num_blocks=14) | options for options in (
+        {}, dict(lookahead=1), dict(tensor_parallel_size=2)))], ids=str)
+def test_mixed_requests_get_the_texts_of_a_plain_pool(forks, options):
     """Samples, beams, penalties, log probabilities of both kinds, drafts; two pools, two ranks."""
-    for variant in ["gemma3-groups", "qwen2-groups"][:1 if "tensor_parallel_size" in options else 2]:
-        llm = pools(**dict(count=1, model=variant) | options)
-        found, num_preempted = texts(llm)
-        assert llm.config.groups and found == from_a_plain_pool(variant)
-        assert bool(num_preempted) == ("num_blocks" in options)
+    llm = pools(**dict(count=1) | options)
+    found, num_preempted = texts(llm)
+    assert llm.config.groups and found == from_a_plain_pool(options["model"])
+    assert bool(num_preempted) == ("num_blocks" in options)
 
 
 @pytest.mark.parametrize("options", [{}, dict(enforce_eager=True), dict(num_blocks=20, block_size=4)], ids=str)

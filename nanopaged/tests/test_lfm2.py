@@ -31,14 +31,18 @@ from nanopaged.weights.checkpoint import read_safetensors
 LFM2 = ["lfm2", "lfm2-moe"]
 
 
-@pytest.mark.parametrize("lookahead", [0, 1])
-@pytest.mark.parametrize("options", [
-    dict(num_blocks=30, block_size=4, max_num_batched_tokens=7), dict(enable_prefix_caching=False),
-    dict(enforce_eager=True, max_num_seqs=3), dict(block_size=1, num_blocks=900, snapshot_memory=0.9)], ids=str)
-@pytest.mark.parametrize("variant", LFM2)
-def test_texts_of_transformers(variant, options, lookahead):
+SMALL = dict(num_blocks=30, block_size=4, max_num_batched_tokens=7)
+SNAPSHOTS = dict(block_size=1, num_blocks=900, snapshot_memory=0.9)
+
+
+@pytest.mark.parametrize("variant, options", [
+    *(("lfm2", dict(lookahead=lookahead) | options) for options in (SMALL, SNAPSHOTS) for lookahead in (0, 1)),
+    ("lfm2", dict(lookahead=1, enable_prefix_caching=False)),
+    ("lfm2", dict(lookahead=0, enforce_eager=True, max_num_seqs=3)),
+    ("lfm2-moe", dict(lookahead=1) | SMALL)], ids=str)  # whose layers with states are the same
+def test_texts_of_transformers(variant, options):
     """In chunks, with preemptions, and from snapshots."""
-    llm = load(variant, device="cpu", lookahead=lookahead, **options)
+    llm = load(variant, device="cpu", **options)
     assert_golden(llm, variant, times=3)
     assert_golden(llm, variant)
     llm.scheduler.block_manager.check_idle()
@@ -71,10 +75,11 @@ def mixed_texts(**options):
 plain_texts = cache(lambda model: mixed_texts(model=model, enforce_eager=True, enable_prefix_caching=False)[0])
 
 
-@pytest.mark.parametrize("options", [
-    dict(lookahead=1), dict(num_blocks=14), dict(num_blocks=16, lookahead=1), dict(count=2), dict(max_num_seqs=2),
-    dict(max_num_batched_tokens=9, lookahead=1), dict(snapshot_memory=0)], ids=str)
-@pytest.mark.parametrize("variant", LFM2)
+@pytest.mark.parametrize("variant, options", [
+    *(("lfm2", options) for options in (
+        dict(lookahead=1), dict(num_blocks=14), dict(num_blocks=16, lookahead=1), dict(count=2), dict(max_num_seqs=2),
+        dict(max_num_batched_tokens=9, lookahead=1), dict(snapshot_memory=0))),
+    ("lfm2-moe", dict(num_blocks=16, lookahead=1))], ids=str)
 def test_mixed_requests_get_the_same_texts(variant, options):
     """Samples, penalties, log probabilities of both kinds; two pools."""
     found, num_preempted = mixed_texts(model=variant, **options)

@@ -30,6 +30,15 @@ def tokens(count: int, **settings) -> SamplingParams:
     return SamplingParams(max_tokens=count, ignore_eos=True, **settings)
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c():
+    """Comes, also in a job that a script has started with &, which ignores it. No line is traced after a test."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    sys.settrace(None)
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def engine():
     """An LLM with a fake runner; engine.steps holds the sequences that sampled in each step."""

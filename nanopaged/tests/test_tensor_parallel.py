@@ -193,25 +193,25 @@ def end(llm):
     return str(first.value).replace(f"(process {pids[0]})", "(its pid)")
 
 
-@pytest.mark.parametrize("fault, reason", [
-    ("refuse_steps", "failed (KeyError('oops'))"), ("be_killed", "was ended by signal 9"),
-    ("run_out_of_memory", "failed (OutOfMemoryError('CUDA out of memory'))")])
-def test_a_worker_that_fails_ends_the_engine_with_its_name(fault, reason):
+def test_a_worker_that_fails_ends_the_engine_with_its_name():
     """The memory is free afterwards, and a new engine works. (In a new process: while a thread that another test has
     left collects garbage, gc.collect does nothing.)"""
-    program = f"from nanopaged.tests.test_tensor_parallel import let_fail; let_fail({fault!r}, {reason!r})"
+    program = "from nanopaged.tests.test_tensor_parallel import let_workers_fail; let_workers_fail()"
     assert subprocess.run([sys.executable, "-c", program], cwd=workers.ROOT, timeout=100).returncode == 0
 
 
-def let_fail(fault, reason):
-    workers.Popen, forked.FAULT = forked.ForkedWorker, fault
-    dead = split("llama2")
-    assert end(dead) == f"worker 1 (its pid) {reason}; make a new LLM"
-    dead = weakref.ref(dead.runner)
-    gc.collect()
-    assert dead() is None
-    forked.FAULT = ""
-    assert_golden(split("llama2"), "llama2", num_tokens=3)
+def let_workers_fail():
+    workers.Popen = forked.ForkedWorker
+    for fault, reason in (("refuse_steps", "failed (KeyError('oops'))"), ("be_killed", "was ended by signal 9"),
+                          ("run_out_of_memory", "failed (OutOfMemoryError('CUDA out of memory'))")):
+        forked.FAULT = fault
+        dead = split("llama2")
+        assert end(dead) == f"worker 1 (its pid) {reason}; make a new LLM"
+        dead = weakref.ref(dead.runner)
+        gc.collect()
+        assert dead() is None
+        forked.FAULT = ""
+        assert_golden(split("llama2"), "llama2", num_tokens=3)
 
 
 def test_a_step_that_fails_on_rank_0_ends_the_engine_unless_all_ranks_are_done_with_it(monkeypatch):
