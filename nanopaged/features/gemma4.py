@@ -231,8 +231,8 @@ def rotate_and_store_kernel(qkv, q_out, rotation, q_norm, k_norm, eps, k_cache, 
         k_at = k_cache + block * kc_block + offset * kc_slot + kv_head * kc_head + i
         kernel._store(k_at, k_a, k_factor, written)
         kernel._store(k_at + HALF, k_b, k_factor, written)
-        v_a, v_b = kernel._norm_and_rope(at + V_HEAD * 2 * HALF, kv_head, i, written, k_norm, rotation, eps, HALF, False,
-                                         False, False)  # no rope, and a norm without a weight
+        v_a, v_b = kernel._norm_and_rope(at + V_HEAD * 2 * HALF, kv_head, i, written, k_norm, rotation, eps, HALF,
+                                         False, False, False)  # no rope, and a norm without a weight
         scale = 1.0 / tl.sqrt((tl.sum(v_a * v_a, 1) + tl.sum(v_b * v_b, 1)) / (2 * HALF) + eps)[:, None]
         v_at = v_cache + block * vc_block + offset * vc_slot + kv_head * vc_head + i
         kernel._store(v_at, v_a * scale, v_factor, written)
