@@ -47,10 +47,12 @@ class Experts(nn.Module):
         # Multiplies the scores of the experts that were chosen (Gemma 4).
         has_scale = self.settings.get("has_scale", False)
         self.expert_scale = nn.Parameter(torch.empty(self.settings["count"])) if has_scale else None
-        # "gate_up_proj.weight" -> that of all experts, [count, rows, columns]. A shared one with a score, if it has the
-        # others' size, is the last of them: to the kernels it is an expert that every token chooses.
+        # "gate_up_proj.weight" -> that of all experts, [count, rows, columns]. A shared one with a score, if it is as
+        # large as the others, in as many bits, is the last: to the kernels it is an expert that every token chooses.
         self.whole: dict[str, Tensor] = {}
-        self.joins_shared = bool(self.settings["gate_rows"]) and self.settings["shared_size"] == self.settings["size"]
+        one, shared = ([(name, part.shape, part.dtype) for name, part in mlp.named_parameters()] if mlp else None
+                       for mlp in (self.experts[0], self.shared))
+        self.joins_shared = bool(self.settings["gate_rows"]) and one == shared
 
     def forward(self, x: Tensor, for_router: Tensor | None = None) -> Tensor:
         """for_router: what the router reads, if that is not x"""

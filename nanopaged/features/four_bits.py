@@ -3,7 +3,8 @@
 A code names one of 16 numbers, and a weight is that number times the scale of its group: neighbours in a row.
 Checkpoints have this in many formats, and all become one layout while they are read. A matrix [out, in] is
 
-    weight      [out, in / 2], bytes     the codes of two neighbours in a row, the first one in the low half
+    weight      [out, in / 2], bytes     the codes of two neighbours in a row, the first one in the low half; a GPU
+                                         has them in another order (four_bit_codes.py)
     scale       [out, groups]            in its stored type, which tells what the codes are:
                   bytes                  MXFP4: e2m1, in groups of 32; a power of two, stored as its exponent + 127
                   e4m3                   NVFP4: e2m1, in groups of 16
@@ -18,8 +19,6 @@ Checkpoints have this in many formats, and all become one layout while they are 
 A GPU keeps this, and four_bit_kernels.py computes the products. Elsewhere weights become numbers of the engine's type
 while they are read (`widen`). The tensors themselves tell which matrices have 4 bits, and how large groups are, so
 config.json's lists of layers are not read. Activations keep the engine's type.
-
-Experts keep MXFP4, in another order of a row's codes: four_bit_experts.py.
 """
 import itertools
 import re
@@ -34,8 +33,9 @@ from torch import Tensor, nn
 
 from nanopaged import model
 from nanopaged.device.choices import pick_dtype
-from nanopaged.features.four_bit_experts import PRODUCTS, as_words
-from nanopaged.features.four_bit_kernels import MLP4, ExpertsMLP4, Form, Linear4, SplitLinear4
+from nanopaged.features.four_bit_codes import Form, order_codes
+from nanopaged.features.four_bit_experts import PRODUCTS
+from nanopaged.features.four_bit_kernels import MLP4, ExpertsMLP4, Linear4, SplitLinear4
 from nanopaged.optional_triton import triton
 from nanopaged.tiles import cdiv
 from nanopaged.weights.build import PREFIXES, checkpoint_tensors, modules_for, unmerge
@@ -46,7 +46,7 @@ CUT_GROUPS = 128, 64, 32  # of quantization="int4": the first one that divides a
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # where 32 bits of AWQ have columns 0 to 7
 EIGHTS = {"awq": -0x77777778, "gptq": 0x77777777, "gptq_v2": -0x77777778}  # eight zeros of symmetric integers
-LEAST_CAPABILITY = {torch.bfloat16: (8, 0), torch.float16: (8, 0)}  # of a GPU, for experts in MXFP4
+LEAST_CAPABILITY = {torch.bfloat16: (8, 0), torch.float16: (8, 0)}  # of a GPU, for experts
 PACKED = "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"  # formats of compressed-tensors
 CODES = "weight_packed", "qweight", "weight"  # ends of tensors' names; and of those beside them
 BESIDE = ("weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale", "weight_scale_2",
@@ -118,7 +118,7 @@ def has_products(device: torch.device) -> bool:
 
 
 def can_keep_experts(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether experts can keep MXFP4 (four_bit_experts.py)."""
+    """Whether experts can keep 4 bits (four_bit_experts.py)."""
     least = LEAST_CAPABILITY.get(dtype)
     return bool(least) and torch.cuda.get_device_capability(device) >= least
 
@@ -136,7 +136,7 @@ class Matrix(NamedTuple):
 
 class Plan:
     """What becomes of each matrix in the layers. path: of a checkpoint in 4 bits; None: ordinary matrices are cut.
-    is_able: the device keeps 4 bits; keeps_experts: experts keep MXFP4. ValueError: a matrix is not what its format
+    is_able: the device keeps 4 bits; keeps_experts: experts do, too. ValueError: a matrix is not what its format
     says."""
 
     def __init__(self, config: model.ModelConfig, path: Path | None, is_able: bool, keeps_experts: bool) -> None:
@@ -149,14 +149,16 @@ class Plan:
         with torch.device("meta"):
             whole = model.Transformer(config, modules_for(config, plain))
         names = {id(module): name for name, module in whole.named_modules()}
-        self.paths = [names[id(linear)] for linear in self.linears]
+        self.paths = [names.get(id(linear), "") for linear in self.linears]  # "": another one has replaced it
         self.next_path = itertools.cycle(self.paths)  # a Transformer makes its Linears in this order
         parts = {path: [bare(part) for part in checkpoint_tensors(f"{path}.weight", linear.weight, config)]
-                 for path, linear in zip(self.paths, self.linears)}
+                 for path, linear in zip(self.paths, self.linears) if path}
         self.matrices = {name: describe(name, one, config.four_bits) for name, one in self.stored.items()}
         self.origins = {bare(part): name for name, one in self.matrices.items() for part, _ in unmerge(
             [(f"{name}.weight", torch.empty(one[:2], device="meta"))], config)}  # a part -> the matrix that it is in
         for path, linear in zip(self.paths, self.linears) if self.is_cut else ():
+            if not path:
+                continue
             size_out, size_in = linear.weight.shape
             group = next((group for group in CUT_GROUPS if not size_in % group), None)
             if group and ".experts." not in path:
@@ -164,7 +166,9 @@ class Plan:
                 self.origins.update(dict.fromkeys(parts[path], path))
         self.forms = {path: self.common_form(names) if is_able else None for path, names in parts.items()}
         experts = [path for path in self.paths if ".experts." in path]
-        if not keeps_experts or not all(form and form.kind == "mxfp4" for form in map(self.forms.get, experts)):
+        first = {re.sub(r"experts\.\d+", "", path): self.forms[path] for path in reversed(experts)}  # of a layer
+        if not keeps_experts or not all((form := self.forms[path]) and form.order is None
+                                        and form == first[re.sub(r"experts\.\d+", "", path)] for path in experts):
             self.forms.update(dict.fromkeys(experts))
         self.kept = {self.origins[part] for path, form in self.forms.items() if form for part in parts[path]}
 
@@ -186,7 +190,7 @@ class Plan:
         return {(*linear.weight.shape, linear.bias is not None, self.forms[path]._replace(order=None), residual,
                  path.endswith("gate_up_proj"))
                 for path, linear, residual in zip(self.paths, self.linears, self.residual)
-                if self.forms[path] and ".experts." not in path}
+                if self.forms.get(path) and ".experts." not in path}
 
     def tell(self, kind: str, itemsize: int) -> None:
         """Lines on stderr: how matrices are cut, and which ones do not keep 4 bits."""
@@ -202,8 +206,8 @@ class Plan:
             size = sum(one.size_out * one.form.num_groups * one.form.scale.itemsize for one in wide.values())
             print(f"{len(wide)} matrices in 4 bits are converted to {kind}, the first being {min(wide)}: "
                   f"{numbers * itemsize / 2**30:.1f} GiB instead of {(numbers / 2 + size) / 2**30:.1f} (4 bits are "
-                  "kept on a GPU with Triton: of experts MXFP4, and not by q, k and v, or gate and up, whose groups "
-                  "differ)", file=sys.stderr)
+                  "kept on a GPU with Triton, by experts without enforce_eager; and not by q, k and v, gate and up, or "
+                  "a layer's experts, whose groups or orders of columns differ)", file=sys.stderr)
 
     def read(self, tensors: Iterable[tuple[str, Tensor]], device: torch.device) -> Iterator[tuple[str, Tensor]]:
         """The model's tensors. tensors: ordinary ones, which are cut if nothing is stored"""
@@ -224,8 +228,7 @@ class Plan:
     def given(self, name: str, origin: str, parts: Parts) -> Iterator[tuple[str, Tensor]]:
         """A matrix in our layout as tensors of the model."""
         if origin in self.kept:
-            if ".experts." in name:
-                parts = dict(zip(("weight", "scale"), as_words(parts["weight"], parts["scale"])))
+            parts["weight"] = order_codes(parts["weight"])
             yield from ((name.removesuffix("weight") + kind, part) for kind, part in parts.items())
         else:
             wide, order = widen(**parts), self.matrices[origin].form.order
@@ -240,13 +243,12 @@ class Maker:
 
     def __call__(self, size_in: int, size_out: int, bias: bool) -> nn.Module:
         path = next(self.plan.next_path)
-        form = self.plan.forms[path]
+        form = self.plan.forms.get(path)
         if form is None:
             return self.other(size_in, size_out, bias=bias)
-        if ".experts." in path:
-            return FourBitLinear(size_in, size_out, bias)
         order = None if form.order is None else form.order.to(self.device)
-        return self.kept(size_in, size_out, bias, form._replace(order=order))
+        kept = Linear4 if ".experts." in path else self.kept
+        return kept(size_in, size_out, bias, form._replace(order=order))
 
 
 def bare(name: str) -> str:
@@ -391,8 +393,7 @@ def read_weights(tensors: Iterable[tuple[str, Tensor]], keep: bool,
 
 
 def as_tensors(name: str, weight: Tensor, scale: Tensor) -> list[tuple[str, Tensor]]:
-    weight, scale = as_words(weight, scale)
-    return [(name, weight), (name.removesuffix("weight") + "scale", scale)]
+    return [(name, order_codes(weight)), (name.removesuffix("weight") + "scale", scale)]
 
 
 def widen(weight: Tensor, scale: Tensor, zero: Tensor | None = None, row_scale: Tensor | None = None) -> Tensor:
@@ -421,15 +422,8 @@ def cut(x: Tensor) -> tuple[Tensor, Tensor]:
 # Experts on a GPU
 # --------------------------------------------------------------------------------------------------
 
-class FourBitLinear(nn.Module):
-    """Where a matrix is. four_bit_experts.py computes the products."""
-
-    def __init__(self, size_in: int, size_out: int, bias: bool) -> None:
-        super().__init__()
-        size = -(-size_in // 64) * 64
-        self.weight, self.scale = (nn.Parameter(torch.empty(size_out, size, dtype=torch.uint8), requires_grad=False)
-                                   for size in (size // 2, size // GROUP))
-        self.bias = nn.Parameter(torch.empty(size_out)) if bias else None
+def make_linear(size_in: int, size_out: int, bias: bool) -> Linear4:
+    return Linear4(size_in, size_out, bias, Form(torch.uint8, size_in // GROUP))
 
 
 class FourBitMLP(model.MLP):
@@ -437,4 +431,4 @@ class FourBitMLP(model.MLP):
     four_bits = PRODUCTS
 
     def __init__(self, config: model.ModelConfig, index: int, modules: model.Modules) -> None:
-        super().__init__(config, index, modules._replace(linear=FourBitLinear, residual_linear=FourBitLinear))
+        super().__init__(config, index, modules._replace(linear=make_linear, residual_linear=make_linear))

@@ -39,8 +39,11 @@ class FusedExperts(Experts):
 
     def forward(self, x: Tensor, for_router: Tensor | None = None) -> Tensor:
         e, whole = self.settings, self.whole
-        scales, biases = ([whole[name] for name in (f"gate_up_proj.{kind}", f"down_proj.{kind}") if name in whole]
+        names = "gate_up_proj", "down_proj"
+        scales, biases = ([whole[f"{name}.{kind}"] for name in names if f"{name}.{kind}" in whole]
                           for kind in ("scale", "bias"))  # scales: of weights in 8 or 4 bits
+        if self.four_bits:
+            scales = [self.four_bits.kept_beside(whole, name) for name in names]
         logits = self.router(x if for_router is None else for_router)
         out = mix_experts(x, logits, whole["gate_up_proj.weight"], whole["down_proj.weight"], e["top_k"],
                           e["normalized"], self.activation, *scales, biases=biases, has_shared=self.joins_shared,
@@ -49,7 +52,8 @@ class FusedExperts(Experts):
         if self.shared is None or self.joins_shared:
             return out
         logits = logits.float() if logits.dim() == 2 else logits.float().sum(0)
-        return torch.cat([out, self.run_shared(x, logits.to(x.dtype)).view(-1, *x.shape)])
+        shared = self.run_shared(x, logits.to(x.dtype))
+        return torch.cat([out, shared if shared.dim() == 3 else shared[None]])
 
 
 def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
@@ -57,7 +61,8 @@ def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
     c, dtype, device = r.config, r.dtype, r.device
     e, make = c.experts, partial(torch.empty, dtype=dtype, device=device)
     activation = e.get("activation", c.activation)
-    joins_shared = bool(e["gate_rows"]) and e["shared_size"] == e["size"]
+    mixture = next(module for module in r.model.modules() if isinstance(module, FusedExperts))
+    empty, joins_shared = {name: one[:0] for name, one in mixture.whole.items()}, mixture.joins_shared
     rows, total, chosen = e["count"] + e["gate_rows"], e["count"] + joins_shared, e["top_k"] + joins_shared
     for count in {1, fused.num_partial_products(make(2, c.hidden_size), make(rows, c.hidden_size))}:
         yield partial(route_experts, make(count, 0, rows), e["count"], e["top_k"], e["normalized"], joins_shared,
@@ -65,10 +70,11 @@ def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
                       make(e["count"]) if e.get("has_scale") else None)
     memory = tiles.shared_memory(device)
     counts, pairs = make(total, dtype=torch.int32).zero_(), make(0, dtype=torch.int32)
-    weight, scale = make(0, dtype=FP8 if r.fp8 else dtype), make(0, dtype=torch.float32) if r.fp8 else None
-    if four_bits := getattr(r.modules.mlp, "four_bits", None):
-        weight = scale = make(0, dtype=torch.uint8)
-    for size, act, out in ((c.hidden_size, activation, e["size"]), (e["size"], "", c.hidden_size)):
+    four_bits = mixture.four_bits
+    for name, size, act, out in (("gate_up_proj", c.hidden_size, activation, e["size"]),
+                                 ("down_proj", e["size"], "", c.hidden_size)):
+        weight = empty[f"{name}.weight"]
+        scale = four_bits.kept_beside(empty, name) if four_bits else empty.get(f"{name}.scale")
         forms = {tuple(experts_form(n, chosen, total, act != "", weight.dtype, memory, four_bits).items()): n
                  for n in (2**i for i in reversed(range(20)))}  # the fewest tokens of each form
         for n in forms.values():
@@ -91,7 +97,7 @@ def experts_form(num_rows: int, top_k: int, count: int, gated: bool, dtype: torc
     of a program, numbers of a row in a tile, and what the loop's pipeline holds. A program of few columns waits for
     memory, and one of many for the tensor cores. (H200, Qwen3-30B-A3B's shape)"""
     if four_bits and not four_bits.are_many(num_rows, top_k, count):
-        return four_bits.experts_form(num_rows, top_k, count, shared_memory)
+        return four_bits.experts_form(num_rows, top_k, count, gated, shared_memory)
     dtype = torch.bfloat16 if dtype is torch.uint8 else dtype  # in 16 bits then
     mean, is_large = num_rows * top_k / count, dtype.itemsize <= 2 and shared_memory > tiles.LARGE_SHARED_MEMORY
     most = 128 if is_large and mean >= 128 else 64
@@ -106,15 +112,16 @@ def experts_form(num_rows: int, top_k: int, count: int, gated: bool, dtype: torc
 
 
 def mix_experts(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, normalized: bool, activation: str,
-                *scales: Tensor, biases: Sequence[Tensor] = (), has_shared: bool = False,
+                *scales: Any, biases: Sequence[Tensor] = (), has_shared: bool = False,
                 sigmoid: float = 0.0, expert_bias: Tensor | None = None, expert_scale: Tensor | None = None,
                 four_bits: Any = None) -> Tensor:
     """`Experts.forward` of nanopaged/features/experts.py as partial products [top_k, T, D]: a token's results, times
     their scores. x [T, D], logits of the router [T, E] or partial products of it, gate_up [E, 2 * I, D], down [E, D,
-    I]. scales: of weights in FP8, [E, 2 * I, 1] and [E, D, 1]; what is multiplied with these is quantised, too; or of
-    weights in 4 bits, whose products the module four_bits computes. biases: [E, 2 * I] and [E, D], or none. has_shared:
-    the last expert is the shared one, which is not chosen; its results come last, [top_k + 1, T, D]. sigmoid,
-    expert_bias and expert_scale, [E] float32: of `choose_experts` there"""
+    I]. scales: of weights in FP8, [E, 2 * I, 1] and [E, D, 1]; what is multiplied with these is quantised, too; of
+    weights in 4 bits, what `four_bits.kept_beside` returns, where four_bits computes products (four_bit_experts.py).
+    biases: [E, 2 * I] and [E, D], or none. has_shared: the last expert is the shared one, which is not chosen; its
+    results come last, [top_k + 1, T, D]. sigmoid, expert_bias and expert_scale, [E] float32: of `choose_experts`
+    there"""
     (num_rows, size), inner = x.shape, gate_up.shape[1] // 2
     parts = top_k + has_shared
     hidden, out = x.new_empty(parts * num_rows, inner), x.new_empty(parts, num_rows, size)
@@ -145,22 +152,27 @@ def route_experts(logits: Tensor, count: int, top_k: int, normalized: bool, has_
 
 
 def experts_product(x: Tensor, weight: Tensor, scores: Tensor, counts: Tensor, pairs: Tensor, out: Tensor,
-                    activation: str, scale: Tensor | None = None, bias: Tensor | None = None,
+                    activation: str, scale: Any = None, bias: Tensor | None = None,
                     four_bits: Any = None) -> None:
     """Fill `out`, which has a row for each pair. With an activation: `activate` of the products, and x has a row for
     each token. Without: the products times their scores, and x has a row for each pair."""
     (top_k, num_rows), count = scores.shape, len(counts)
     if four_bits and four_bits.are_many(num_rows, top_k, count):
-        weight, scale, four_bits = four_bits.widen(weight, scale, x.shape[1], x.dtype), None, None
+        weight, scale, four_bits = four_bits.widen(x.shape[1], x.dtype, weight, *scale), None, None
     memory = tiles.shared_memory(x.device)
     form = experts_form(num_rows, top_k, count, activation != "", weight.dtype, memory, four_bits)
     x, x_scale = fused.quantize_rows(x) if weight.dtype is FP8 else (x, x)
     # An expert has at most num_rows pairs, and all together have top_k * num_rows.
     num_tiles = min(top_k * num_rows, count) + (num_rows > form["COLUMNS"]) * top_k * num_rows // form["COLUMNS"]
+    zero, row_scale, kept = None, None, dict(GROUPS=1, KIND="")
+    if four_bits:
+        scale, zero, row_scale = scale
+        kept = dict(GROUPS=scale.shape[-1], KIND=four_bits.kind_of(scale.dtype))
+        scale = scale.view(torch.uint8) if scale.itemsize == 1 else scale
     experts_kernel[(cdiv(out.shape[-1], form["ROWS"]), num_tiles)](
-        x, x_scale, weight, x if scale is None else scale, bias, scores, out, counts, pairs, num_rows,
+        x, x_scale, weight, x if scale is None else scale, zero, row_scale, bias, scores, out, counts, pairs, num_rows,
         OUT=out.shape[-1], SIZE=x.shape[1], EXPERTS=count, PADDED=tiles.next_power_of_2(count), ACTIVATION=activation,
-        **form, **launch_options(x.device))
+        **form, **kept, **launch_options(x.device))
 
 
 @jit
@@ -208,14 +220,16 @@ def route_kernel(logits, bias, scale, scores, counts, pairs, num_rows, EXPERTS: 
 
 
 @jit
-def experts_kernel(x, x_scale, weight, scale, bias, scores, out, counts, pairs, num_rows, OUT: tl.constexpr,
-                   SIZE: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
-                   COLUMNS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, ACTIVATION: tl.constexpr,
-                   PRODUCTS: tl.constexpr, PDL: tl.constexpr):
+def experts_kernel(x, x_scale, weight, scale, zero, row_scale, bias, scores, out, counts, pairs, num_rows,
+                   OUT: tl.constexpr, SIZE: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr,
+                   ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+                   ACTIVATION: tl.constexpr, PRODUCTS: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr,
+                   PDL: tl.constexpr):
     """Grid (ROWS rows of a weight, COLUMNS pairs of one expert); programs behind the last pair end at once. With an
     activation it is the first product: a pair's x is its token's, the weight's first half is the gate. The second one
     has a row of x for each pair, and multiplies by scores. Rows and columns that do not exist load others', and are
-    not stored. PRODUCTS: None, or the loop for weights that are no numbers (four_bit_experts.py)."""
+    not stored. PRODUCTS: None, or what multiplies weights in 4 bits (four_bit_experts.py), which have GROUPS, KIND,
+    zero and row_scale."""
     expert, tile = tl.arange(0, PADDED), tl.program_id(1)
     FIRST: tl.constexpr = ACTIVATION != ""
     kernel.wait_for_previous_kernel(PDL)
@@ -235,7 +249,8 @@ def experts_kernel(x, x_scale, weight, scale, bias, scores, out, counts, pairs, 
     weight_row = at.to(tl.int64) * (2 * OUT if FIRST else OUT) + tl.minimum(row, OUT - 1)
     sums, up_sums = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
     if PRODUCTS is not None:
-        sums, up_sums = PRODUCTS(sums, up_sums, x_at, weight, scale, weight_row, OUT, SIZE, TILE, STAGES, FIRST)
+        sums, up_sums = PRODUCTS(x_at, (column < count)[None, :], weight, scale, zero, row_scale, weight_row, OUT,
+                                 SIZE, GROUPS, KIND, TILE, STAGES, FIRST)
     else:
         x_at, gate_at = x_at + i[:, None], weight + weight_row[:, None] * SIZE + i[None, :]
         for k in tl.range(0, SIZE, TILE, num_stages=STAGES):

@@ -108,7 +108,8 @@ def on_hopper(group: int, head_dim: int, block_size: int, dtype: torch.dtype, ca
         prefill_on_hopper(q, q, cache, cache, nothing, nothing[0], nothing[0], None, nothing, 1.0, 0)
     except Exception as error:  # Gluon is experimental: what a Triton to come raises is not known
         reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
-        warnings.warn(f"prompts are computed by the kernel for all GPUs, which is 20 to 30% slower than the one for "
+        slower = "several times" if head_dim == 256 else "20 to 30%"
+        warnings.warn(f"prompts are computed by the kernel for all GPUs, which is {slower} slower than the one for "
                       f"Hopper: Triton {triton.__version__} does not compile that one ({reason}); 3.6 to 3.9 do")
         return False
     return True
@@ -118,11 +119,12 @@ def fits_hopper(group: int, head_dim: int, block_size: int, dtype: torch.dtype, 
                 device: torch.device) -> bool:
     """Whether the prefill kernel that only Hopper runs is made for this model. Its tile of queries has room for groups
     of a power of two. Other groups are padded, which pays with 7 query heads per kv head, and with 3, 5 or 6 does not.
-    """
+    With heads of 256 numbers it pays always, because there the plain kernel is several times slower."""
     padded = tiles.next_power_of_2(group)
     return (tiles.has_dependent_launch(device) and torch.cuda.get_device_capability(device) == (9, 0)
             and cache_dtype == dtype and dtype.itemsize == 2 and head_dim in (64, 128, 256)
-            and block_size == HOPPER_BLOCK_SIZE and padded <= HOPPER_TILE_M // 2 and 8 * group >= 7 * padded)
+            and block_size == HOPPER_BLOCK_SIZE and padded <= HOPPER_TILE_M // 2
+            and (8 * group >= 7 * padded or head_dim == 256))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -278,7 +280,7 @@ def _compute(out, q, k, v, batch, sinks, scale, out_token, out_head, HALF: tl.co
              WINDOW: tl.constexpr):
     """A warpgroup: the first or the second 64 rows of each item. It goes from the last tile of keys to the first one.
     The tiles that need a mask come first, each by itself. Those before `first_masked` need none, and the weighted
-    sum is one tile behind. (Under a window all tiles have a mask.)"""
+    sum is one tile behind. In those before `first_whole` the windows of rows begin: they have a mask again."""
     TOKENS: tl.constexpr = q.tiles.shape[1]
     PADDED: tl.constexpr = q.tiles.shape[2]
     DIM: tl.constexpr = q.tiles.shape[3]
@@ -300,7 +302,9 @@ def _compute(out, q, k, v, batch, sinks, scale, out_token, out_head, HALF: tl.co
         sums = kernel.Sums(gl.zeros([ROWS, DIM], gl.float32, ACC), gl.full([ROWS], -float("inf"), gl.float32, ROW),
                     gl.zeros([ROWS], gl.float32, ROW))
         p = gl.zeros([ROWS, TILE], out.dtype.element_ty, WEIGHTS)
-        first_masked = item.start if WINDOW else gl.minimum((first + 1) // TILE, item.stop - 1)
+        first_masked, first_whole = gl.minimum((first + 1) // TILE, item.stop - 1), item.start
+        if WINDOW:
+            first_whole = gl.minimum(gl.cdiv(gl.maximum(last - batch.window + 1, 0), TILE), first_masked)
         for i in range(item.stop - first_masked):
             if i > 0:
                 sums = _add(sums, p, _arrived(v, n - 1))
@@ -308,9 +312,15 @@ def _compute(out, q, k, v, batch, sinks, scale, out_token, out_head, HALF: tl.co
             p, sums = _masked_tile(sums, rows, k, v, n, (item.stop - 1 - i) * TILE, item, scale, LINES, WINDOW)
             n += 1
         # `sums` has the weights of this item's tiles before n, but the V of those before n - 1; p are n - 1's weights.
-        for i in range(first_masked - item.start):
+        for i in range(first_masked - first_whole):
             p, sums = _next_tile(p, sums, rows, k, v, n, scale)
             n += 1
+        if WINDOW:
+            for i in range(first_whole - item.start):
+                sums = _add(sums, p, _arrived(v, n - 1))
+                _release(v, n - 1)
+                p, sums = _masked_tile(sums, rows, k, v, n, (first_whole - 1 - i) * TILE, item, scale, LINES, WINDOW)
+                n += 1
         sums = _add(sums, p, _arrived(v, n - 1))
         _release(v, n - 1)
         # The buffer of q is free now. Through it each thread gets 16 bytes of a line in place of 4 of several.

@@ -24,6 +24,7 @@ from nanopaged import tiles
 from nanopaged.features import (
     cascade,
     delta_kernels,
+    four_bit_codes,
     four_bit_experts,
     four_bit_kernels,
     four_bits,
@@ -162,11 +163,13 @@ def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
                       scale="*fp32")
     routed = dict(counts="*i32", pairs="*i32", scores="*fp32")
     keeps = (capability // 10, capability % 10) >= four_bits.LEAST_CAPABILITY.get(dtype, (99, 0))
-    for act, num_tokens in itertools.product(("swigluoai", ""), (1, 64, 512)) if keeps else ():
-        yield partial(experts, capability, dtype, act, num_tokens, torch.uint8, routed | dict(bias=f"*{TYPES[dtype]}"))
+    for act, num_tokens in itertools.product(("swigluoai", ""), (1, 64)) if keeps else ():
+        yield partial(experts, capability, dtype, act, num_tokens, "mxfp4", routed | dict(bias=f"*{TYPES[dtype]}"))
+    for kind, act in itertools.product(("int4", "nvfp4"), ("silu", "")) if keeps else ():
+        yield partial(experts, capability, dtype, act, 1, kind, routed)
     for kind, group, scale in (("int4", 128, f"*{TYPES[dtype]}"), ("nvfp4", 16, "*u8"), ("mxfp4", 32, "*u8")):
         yield from (partial(in_4_bits, capability, dtype, kind, group, scale, rows) for rows in (
-            (1, 64, 8192) if dtype.itemsize == 2 else (8192,)))
+            (1, 64, 256, 8192) if dtype.itemsize == 2 else (8192,)))
     route = dict(EXPERTS=40, COLUMNS=48, PADDED=64, TOP_K=6, CHOICES=8, NORMALIZED=True, COUNT=4)
     plain, scaled = dict(SIGMOID=0.0, bias=None, scale=None), dict(SIGMOID=0.0, bias=None)
     for shared, more, types in ((False, plain, {}), (True, plain, {}), (False, scaled, dict(scale=f"*{TYPES[dtype]}")),
@@ -201,29 +204,34 @@ def in_4_bits(capability: int, dtype: torch.dtype, kind: str, group: int, scale:
     constants = dict(SIZE=12288, GROUPS=12288 // group, KIND=kind, ZEROS=is_int, ROW_SCALE=kind == "nvfp4")
     types = dict(weight="*u8", scale=scale, zero="*u8", row_scale="*fp32")
     if num_rows > four_bit_kernels.MOST_ROWS:
-        constants |= dict(ROWS=32, TILE=four_bit_kernels.TILE)
-        compile_kernel(four_bit_kernels.widen_kernel, constants, dtype, capability, **types)
+        constants |= dict(ROWS=32, TILE=four_bit_codes.TILE)
+        compile_kernel(four_bit_codes.widen_kernel, constants, dtype, capability, **types)
         return
     for gated in (False, True):
-        form = four_bit_kernels.few_rows_form(group, max(8, num_rows), gated, dtype.itemsize, memory)
+        form = four_bit_kernels.few_rows_form(num_rows, gated, 3.0 if gated else 0.5, lambda slices: True, memory)
         warps, more = form.pop("num_warps"), dict(
-            PART=3072, PADDED=max(8, num_rows), BIAS=not gated, GATED=gated, ACTIVATION="silu" if gated else "")
+            PART=3072, BIAS=not gated, GATED=gated, ACTIVATION="silu" if gated else "")
         compiled = compile_kernel(four_bit_kernels.few_rows_kernel, constants | form | more, dtype, capability, warps,
                                   **types)
         assert compiled.metadata.shared <= memory, (compiled.metadata.shared, form)
 
 
-def experts(capability: int, dtype: torch.dtype, act: str, num_tokens: int, kind: torch.dtype, types: dict):
-    """experts_kernel as `experts_product` would launch it. kind: of the weights"""
-    memory = SHARED_MEMORY[capability] * 1024
-    four_bits = four_bit_experts.PRODUCTS if kind is torch.uint8 else None
-    form = fused_experts.experts_form(num_tokens, 6, 40, act != "", kind, memory, four_bits)
-    warps, constants = form.pop("num_warps"), dict(EXPERTS=40, PADDED=64, OUT=512, SIZE=1536, ACTIVATION=act, **form,
-                                                       **dict.fromkeys({"bias"} - types.keys()))
-    kinds = {torch.float8_e4m3fn: dict(x="*fp8e4nv", weight="*fp8e4nv", x_scale="*fp32", scale="*fp32"),
-             torch.uint8: dict(weight="*u8", scale="*u8", x_scale=f"*{TYPES[dtype]}")}.get(
-                 kind, dict.fromkeys(("x_scale", "scale"), f"*{TYPES[dtype]}"))
-    compiled = compile_kernel(fused_experts.experts_kernel, constants, dtype, capability, warps, **kinds, **types)
+def experts(capability: int, dtype: torch.dtype, act: str, num_tokens: int, kind: torch.dtype | str, types: dict):
+    """experts_kernel as `experts_product` would launch it. kind: of the weights, or of codes"""
+    memory, sizes = SHARED_MEMORY[capability] * 1024, dict(EXPERTS=40, PADDED=64, OUT=512, SIZE=1536, ACTIVATION=act)
+    in_type, given = f"*{TYPES[dtype]}", isinstance(kind, str)
+    form = fused_experts.experts_form(num_tokens, 6, 40, act != "", torch.uint8 if given else kind, memory,
+                                      four_bit_experts.PRODUCTS if given else None)
+    pointers = dict.fromkeys(("x_scale", "scale"), in_type)
+    if given:
+        pointers |= dict(weight="*u8", scale=in_type if kind == "int4" else "*u8")
+        pointers |= {"int4": dict(zero="*u8"), "nvfp4": dict(row_scale="*fp32")}.get(kind, {})
+    elif kind is torch.float8_e4m3fn:
+        pointers = dict(x="*fp8e4nv", weight="*fp8e4nv", x_scale="*fp32", scale="*fp32")
+    warps, pointers = form.pop("num_warps"), pointers | types
+    constants = sizes | form | dict(GROUPS=1536 // 32, KIND=kind if given else "",
+                                    **dict.fromkeys({"bias", "zero", "row_scale"} - pointers.keys()))
+    compiled = compile_kernel(fused_experts.experts_kernel, constants, dtype, capability, warps, **pointers)
     assert compiled.metadata.shared <= memory, (compiled.metadata.shared, form)
 
 

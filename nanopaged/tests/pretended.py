@@ -6,8 +6,8 @@ import kernel
 import model
 from nanopaged.tests.helpers import if_there
 
-experts, four_bit_experts, in_four_bits, fp8, fused, fused_experts, gemma4, gpt_oss, qwen3_5 = map(if_there, (
-    "experts", "four_bit_experts", "four_bits", "fp8", "fused", "fused_experts", "gemma4", "gpt_oss", "qwen3_5"))
+experts, in_four_bits, fp8, fused, fused_experts, gemma4, gpt_oss, qwen3_5 = map(if_there, (
+    "experts", "four_bits", "fp8", "fused", "fused_experts", "gemma4", "gpt_oss", "qwen3_5"))
 
 
 def normalize(x, weight, bias, eps):
@@ -66,9 +66,11 @@ class PlainKernels:
     @staticmethod
     def mix_experts(x, logits, gate_up, down, top_k, normalized, activation, *scales, biases=(), has_shared=False,
                     sigmoid=0.0, expert_bias=None, expert_scale=None, four_bits=None):
-        widen = widen_words if four_bits else fp8_weight
-        gate_up, down = map(widen, (gate_up, down), scales) if scales else (gate_up, down)
-        gate_up, down = gate_up[..., :x.shape[1]], down[..., :gate_up.shape[1] // 2]
+        if four_bits:
+            sizes = x.shape[1], gate_up.shape[1] // 2
+            gate_up, down = (widen_words(*one) for one in zip((gate_up, down), *zip(*scales), sizes))
+        elif scales:
+            gate_up, down = map(fp8_weight, (gate_up, down), scales)
         logits = logits.float() if logits.dim() == 2 else logits.float().sum(0)
         count = len(gate_up) - has_shared
         scores, chosen = experts.choose_experts(logits[:, :count], top_k, normalized, sigmoid, expert_bias,
@@ -83,8 +85,11 @@ class PlainKernels:
         return (out * scores.T[:, :, None]).to(x.dtype)
 
 
-def widen_words(weight, scale):
-    return in_four_bits.widen(four_bit_experts.order_codes(weight), scale)
+def widen_words(weight, scale, zero=None, row_scale=None, size=None):
+    """`four_bit_codes.widen` in plain torch, in float32."""
+    shifts = torch.arange(0, 16, 4, device=weight.device)[:, None, None] + torch.tensor([0, 16], device=weight.device)
+    codes = weight.view(torch.int32).unflatten(-1, (-1, 1, 4, 1)) >> shifts & 15  # block, pair, word, half
+    return in_four_bits.widen(in_four_bits.pack(codes.byte().flatten(-4)[..., :size]), scale, zero, row_scale)
 
 
 def plain_kernels():

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from nanopaged.features import four_bit_experts, four_bits, fused, fused_experts, gpt_oss
+from nanopaged.features.four_bit_codes import order_codes
 from nanopaged.tests.helpers import (
     CUDA,
     DEVICE,
@@ -72,7 +73,7 @@ def test_texts_of_experts_in_4_bits(monkeypatch):
     r.model = build_model(r.config, tensors, r.dtype, r.device, r.max_model_len, modules)
     whole = r.model.layers[1].mlp.whole
     assert {name: (one.dtype, list(one.shape)) for name, one in whole.items() if "gate_up" in name} == {
-        "gate_up_proj.weight": (torch.uint8, [5, 64, 64]), "gate_up_proj.scale": (torch.uint8, [5, 64, 4]),
+        "gate_up_proj.weight": (torch.uint8, [5, 64, 48]), "gate_up_proj.scale": (torch.uint8, [5, 64, 3]),
         "gate_up_proj.bias": (torch.float32, [5, 64])}
     assert_golden(llm, MXFP4)
 
@@ -97,23 +98,13 @@ def test_cutting_keeps_numbers_that_4_bits_have():
     assert relative_error(four_bits.widen(*four_bits.cut(x := torch.randn(64, 256))), x) < 0.13
 
 
-def test_words_have_the_same_numbers():
-    weight, scale = torch.randint(256, (3, 48)).byte(), torch.randint(100, 140, (3, 3)).byte()
-    words, more = four_bit_experts.as_words(weight, scale)
-    assert list(words[1, :4]) == [weight[1, 0] & 15 | (weight[1, 4] & 15) << 4, weight[1, 8] & 15
-                                  | (weight[1, 12] & 15) << 4, weight[1, 16] & 15 | (weight[1, 20] & 15) << 4,
-                                  weight[1, 24] & 15 | (weight[1, 28] & 15) << 4]
-    numbers = four_bits.widen(weight, scale)
-    assert torch.equal(four_bits.widen(four_bit_experts.order_codes(words), more)[:, :96], numbers)
-
-
-@needs_kernel
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("size", [96, 128])
-def test_matrices_are_widened(dtype, size):
-    weight, scale = torch.randint(256, (5, 7, size // 2)).byte(), torch.randint(117, 137, (5, 7, size // 32)).byte()
-    words = (one.to(DEVICE) for one in four_bit_experts.as_words(weight, scale))
-    assert torch.equal(four_bit_experts.widen(*words, size, dtype).cpu(), four_bits.widen(weight, scale).to(dtype))
+def test_the_order_of_codes():
+    codes = torch.randint(16, (3, 70))
+    words = order_codes(four_bits.pack(codes.byte())).view(torch.int32)
+    assert words.shape == (3, 12)
+    for column in range(70):
+        block, i, t, which = column // 32, column // 8 % 4, column % 8 // 2, column % 2
+        assert torch.equal(words[:, 4 * block + t] >> 16 * which + 4 * i & 15, codes[:, column])
 
 
 @needs_kernel
@@ -128,7 +119,7 @@ def test_the_product_reads_4_bits(dtype, num_rows, size, inner, count, top_k):
     logits = (logits.argsort(1) / 4).to(dtype)  # no two are equal
     cut = [four_bits.cut(torch.randn(*shape, device=DEVICE) * factor) for shape, factor in (
         ((count, 2 * inner, size), 4 / size ** 0.5), ((count, size, inner), 1 / inner ** 0.5))]
-    weights, scales = zip(*(four_bit_experts.as_words(*pair) for pair in cut))
+    weights, scales = zip(*((order_codes(weight), (scale, None, None)) for weight, scale in cut))
     wide = [four_bits.widen(*pair).double() for pair in cut]
     exact = PlainKernels.mix_experts(x.double(), logits.double(), *wide, top_k, True, "swigluoai",
                                      biases=[bias.double() for bias in biases])
@@ -143,8 +134,8 @@ def test_the_product_reads_4_bits(dtype, num_rows, size, inner, count, top_k):
 def test_a_token_by_itself_and_among_others(num_rows):
     """Its result has the same bits, as long as its matrices are not turned into 16 bits."""
     x, logits = torch.randn(num_rows, 256, device=DEVICE).bfloat16(), torch.randn(num_rows, 16, device=DEVICE)
-    weights, scales = zip(*(four_bit_experts.as_words(*four_bits.cut(torch.randn(*shape, device=DEVICE) / 16))
-                            for shape in ((16, 256, 256), (16, 256, 128))))
+    cut = [four_bits.cut(torch.randn(*shape, device=DEVICE) / 16) for shape in ((16, 256, 256), (16, 256, 128))]
+    weights, scales = zip(*((order_codes(weight), (scale, None, None)) for weight, scale in cut))
     options = dict(four_bits=four_bit_experts.PRODUCTS)
     out = fused_experts.mix_experts(x, logits.bfloat16(), *weights, 4, True, "swigluoai", *scales, **options)
     for i in (0, num_rows - 1):

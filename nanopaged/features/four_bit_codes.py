@@ -1,0 +1,264 @@
+"""How a tile of codes of 4 bits becomes a tile of numbers, and a product. Goes together with four_bits.py.
+
+A thread of a tensor core multiplies, of 16 neighbours in a row, 2t, 2t + 1, 8 + 2t and 9 + 2t, two of them in a
+register, where t is one of four threads. Codes lie so that no number changes its thread. 32 neighbours are four words
+of 32 bits, and word t has the codes of thread t:
+
+    columns of word t   25+2t 17+2t  9+2t  1+2t | 24+2t 16+2t  8+2t  2t      (of 32 neighbours)
+    bits                31       ..          16   15        ..        0
+    i                     3     2     1     0       3     2     1     0      (pairs: 4 bits here, 4 bits there)
+
+Few rows of x are bound by memory, and soon by the instructions that make numbers. In bfloat16 the two codes of a pair
+become two numbers at once:
+
+    integers    the word, shifted by 4 i and masked: 0 .. 0 c c c c, twice. As last bits of 128 this is 128 + c. From
+                twice that, twice 128 and the zero (8, or the group's) are subtracted: 3 instructions for two numbers.
+                The sums are halved. (An addition without a multiplication would take a GPU longer)
+    e2m1        the word, masked and multiplied by 2^12 + 2^6, masked: s 0 0 0 0 0 0 e e m 0 0 0 0 0 0. This is the
+                code's number times 2^-126. A group's factor has 2^62 in it, and the sums are multiplied by 2^64, so
+                that no number on the way is too large: 5 instructions with the factor
+
+Integers with one scale in a row of the tile are multiplied by it in the sums; others, and e2m1, as numbers.
+"""
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanopaged import kernel
+from nanopaged.optional_triton import INTERPRETED, jit, launch_options, tl
+from nanopaged.tiles import cdiv
+
+COMPILED = tl.constexpr(not INTERPRETED)
+TILE = 128  # columns
+SUMS = tl.constexpr(2.0 ** 64)
+MOST_COLUMNS = tl.constexpr(32)  # of x; with more, scales are multiplied by numbers, because sums are more than these
+
+
+def order_codes(weight: Tensor) -> Tensor:
+    """From bytes of two neighbours, [.., in / 2], to words; zeros make the last ones whole."""
+    weight = F.pad(weight, (0, -weight.shape[-1] % 16)).unflatten(-1, (-1, 4, 4))  # block, i, t
+    low, high = ((weight >> shift & 15).transpose(-1, -2).unflatten(-1, (2, 2)) for shift in (0, 4))  # block, t, i
+    halves = [part[..., 0] | part[..., 1] << 4 for part in (low, high)]
+    return torch.cat(halves, -1).flatten(-3)
+
+
+def _instructions(kind: str) -> str:
+    """From a word and its numbers' parameters: 8 numbers, those of pair i as 2 i and 2 i + 1. Parameters: of integers
+    what is added, and what is then multiplied (`int4` has no factor); of e2m1 the factors of pairs 0 and 1, 2 and 3."""
+    lines = [".reg .b32 word, pair, two, none; mov.b32 two, 0x40004000; mov.b32 none, 0x80008000;"]  # 2 and -0
+    for i in range(4):
+        if kind == "e2m1":
+            mask, factor = ("0x00f000f0", "0x104") if i % 2 else ("0x000f000f", "0x1040")
+            lines += [f"shr.b32 word, $8, {i * 4};"] * (i % 2 == 0) + [
+                f"and.b32 pair, word, {mask}; mul.lo.u32 pair, pair, {factor}; and.b32 pair, pair, 0x81c081c0;"
+                f"fma.rn.bf16x2 pair, pair, ${9 + i // 2}, none;"]
+        else:
+            lines.append(f"shr.b32 word, $8, {i * 4}; lop3.b32 pair, word, 0x000f000f, 0x43004300, 0xea;"
+                         "fma.rn.bf16x2 pair, pair, two, $9;")
+            lines += ["fma.rn.bf16x2 pair, pair, $10, none;"] * (kind == "scaled int4")
+        lines.append(f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, pair;")
+    return "{" + " ".join(lines) + "}"
+
+
+INT4, SCALED_INT4, E2M1 = (tl.constexpr(_instructions(kind)) for kind in ("int4", "scaled int4", "e2m1"))
+ONE, TWO = (tl.constexpr(",".join(["=h"] * 8 + ["r"] * count)) for count in (2, 3))  # parameters, beside the word
+
+
+class Form(NamedTuple):
+    """How a matrix [out, in] is kept. See four_bits.py."""
+    scale: torch.dtype
+    num_groups: int
+    has_zeros: bool = False
+    has_row_scale: bool = False
+    order: Tensor | None = None
+
+    @property
+    def kind(self) -> str:
+        return kind_of(self.scale)
+
+
+def kind_of(scale: torch.dtype) -> str:
+    """What codes and scales mean. A scale of 8 bits goes with e2m1."""
+    return {torch.uint8: "mxfp4", torch.float8_e4m3fn: "nvfp4"}.get(scale, "int4")
+
+
+@jit
+def products(x, exists, weight, scale, zero, row, first, PART: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr,
+             KIND: tl.constexpr, ZEROS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
+             PDL: tl.constexpr):
+    """Rows of a weight times rows of x, in float32: [ROWS, COLUMNS]. PART: how many neighbours are multiplied. x: where
+    those of each column begin, and `exists`, both [1, COLUMNS]; row, first: rows of the weight, and where those in them
+    begin, both [ROWS, 1]. Scales are too narrow for the loop's pipeline, so they are loaded one tile ahead."""
+    GROUP: tl.constexpr = SIZE // GROUPS if GROUPS > 1 else 2 ** 30
+    IN_SUMS: tl.constexpr = KIND == "int4" and GROUP >= TILE and x.shape[1] <= MOST_COLUMNS
+    # With one number in a row the compiler would bring the codes to another layout, through shared memory.
+    COUNT: tl.constexpr = 2 if GROUP >= TILE else TILE // GROUP
+    BLOCKS: tl.constexpr = (SIZE + 31) // 32  # of a row
+    word, i = tl.arange(0, TILE // 8)[None, :], tl.arange(0, TILE)[:, None]
+    row, group = row.to(tl.int64), first // GROUP
+    at = weight.to(tl.pointer_type(tl.int32)) + row * (BLOCKS * 4) + first // 8 + word
+    scale, zero, x = scale + row * GROUPS, zero + row * GROUPS, x + i
+    sums = tl.zeros([row.shape[0], x.shape[1]], tl.float32)
+    factor = _load(scale, group, 0, GROUP, GROUPS, 1 if IN_SUMS else COUNT, TILE)
+    next_factor = _load(scale, group, TILE, GROUP, GROUPS, 1 if IN_SUMS else COUNT, TILE)
+    shift, next_shift = factor, next_factor
+    if ZEROS:
+        shift = _load(zero, group, 0, GROUP, GROUPS, COUNT, TILE)
+        next_shift = _load(zero, group, TILE, GROUP, GROUPS, COUNT, TILE)
+    kernel.wait_for_previous_kernel(PDL)  # no weight depends on it
+    for k in tl.range(0, PART, TILE, num_stages=STAGES, loop_unroll_factor=UNROLL):
+        if PART % TILE == 0:
+            words, columns = tl.load(at + k // 8), tl.load(x + k, mask=exists, other=0.0)
+        else:
+            words = tl.load(at + k // 8, mask=k // 8 + word < BLOCKS * 4, other=0)
+            columns = tl.load(x + k, mask=exists & (k + i < PART), other=0.0)
+        later = _load(scale, group, k + UNROLL * TILE, GROUP, GROUPS, 1 if IN_SUMS else COUNT, TILE)
+        if IN_SUMS:
+            tile = _numbers(words, None, shift, GROUP, KIND, ZEROS, TILE, columns.dtype)
+            sums += tl.dot(tile, columns, input_precision="ieee") * factor.to(tl.float32)
+        else:
+            tile = _numbers(words, factor, shift, GROUP, KIND, ZEROS, TILE, columns.dtype)
+            sums = tl.dot(tile, columns, sums, input_precision="ieee")
+        factor, next_factor = (next_factor, later) if UNROLL == 2 else (later, later)
+        if ZEROS:
+            later = _load(zero, group, k + UNROLL * TILE, GROUP, GROUPS, COUNT, TILE)
+            shift, next_shift = (next_shift, later) if UNROLL == 2 else (later, later)
+    if COMPILED and x.dtype.element_ty == tl.bfloat16:
+        sums *= 0.5 if KIND == "int4" else SUMS
+    return sums
+
+
+@jit
+def _load(at, group, k, GROUP: tl.constexpr, GROUPS: tl.constexpr, COUNT: tl.constexpr, TILE: tl.constexpr):
+    """Scales or zeros of the tile that begins k columns behind `group` [ROWS, 1]: [ROWS, COUNT]. Behind the last group:
+    the last one's."""
+    group += k // GROUP + (tl.arange(0, COUNT) * (TILE // COUNT) // GROUP)[None, :]
+    return tl.load(at + tl.minimum(group, GROUPS - 1))
+
+
+@jit
+def _numbers(words, factor, shift, GROUP: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.constexpr, TILE: tl.constexpr,
+             dtype: tl.constexpr):
+    """A tile [ROWS, TILE] of numbers; in bfloat16 integers are doubled, and e2m1 is divided by SUMS. factor: scales
+    [ROWS, COUNT], or None; shift: zeros [ROWS, COUNT]"""
+    if not COMPILED or dtype != tl.bfloat16:
+        return numbers(words, factor, shift, KIND, ZEROS, TILE).to(dtype)
+    elif KIND == "int4":
+        minus = tl.full(words.shape, -0x3C773C78, tl.int32)  # -272, twice
+        if ZEROS:
+            minus = _spread((shift.to(tl.int32) | 0xC380) * 0x10001, TILE // 8)
+        if factor is None:
+            return _in_order(tl.inline_asm_elementwise(INT4, ONE, [words, minus], dtype=(tl.bfloat16,) * 8,
+                                                       is_pure=True, pack=1))
+        else:
+            factor = _spread(_twice(factor.to(tl.float32)), TILE // 8)
+            return _in_order(tl.inline_asm_elementwise(SCALED_INT4, TWO, [words, minus, factor],
+                                                       dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1))
+    else:
+        factor = _twice(tl.minimum(_of_scale(factor, KIND), SUMS) * 2.0 ** 62)
+        first, second = factor, factor
+        if GROUP == 16:  # pairs 0 and 1, 2 and 3
+            first, second = tl.split(factor.reshape(factor.shape[0], factor.shape[1] // 2, 2))
+        return _in_order(tl.inline_asm_elementwise(
+            E2M1, TWO, [words, _spread(first, TILE // 8), _spread(second, TILE // 8)], dtype=(tl.bfloat16,) * 8,
+            is_pure=True, pack=1))
+
+
+@jit
+def numbers(words, factor, shift, KIND: tl.constexpr, ZEROS: tl.constexpr, TILE: tl.constexpr):
+    """The same for every type and device, in float32."""
+    code = _in_order((words & 15, words >> 16 & 15, words >> 4 & 15, words >> 20 & 15, words >> 8 & 15,
+                      words >> 24 & 15, words >> 12 & 15, words >> 28 & 15))
+    if KIND == "int4":
+        y = code.to(tl.float32)
+        y -= _spread(shift.to(tl.float32), TILE) if ZEROS else 8.0
+    else:
+        size = ((code & 7) << 22).to(tl.float32, bitcast=True) * 2.0 ** 126
+        y = tl.where((code & 8) != 0, -size, size)
+    return y if factor is None else y * _spread(_of_scale(factor, KIND), TILE)
+
+
+@jit
+def _in_order(pairs):
+    """[ROWS, TILE] of the first and second numbers of pairs 0 to 3 of each word."""
+    a, b, c, d, e, f, g, h = pairs
+    x = tl.join(tl.join(tl.join(a, e), tl.join(c, g)), tl.join(tl.join(b, f), tl.join(d, h)))
+    ROWS: tl.constexpr = a.shape[0]
+    BLOCKS: tl.constexpr = a.shape[1] // 4
+    return x.reshape(ROWS, BLOCKS, 4, 4, 2).permute(0, 1, 3, 2, 4).reshape(ROWS, BLOCKS * 32)  # block, t, i, number
+
+
+@jit
+def _of_scale(scale, KIND: tl.constexpr):
+    """In float32. Not every GPU has a type for scales of 8 bits: they are bytes."""
+    if KIND == "mxfp4":  # an exponent + 127
+        return (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    elif KIND == "nvfp4":  # e4m3
+        return ((scale.to(tl.int32) & 127) << 20).to(tl.float32, bitcast=True) * 2.0 ** 60 * 2.0 ** 60
+    else:
+        return scale.to(tl.float32)
+
+
+@jit
+def _twice(x):
+    """x as bfloat16, in both halves of a word."""
+    return (x.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) * 0x10001
+
+
+@jit
+def _spread(x, COLUMNS: tl.constexpr):
+    """A number of each group, for all columns of the group."""
+    ROWS: tl.constexpr = x.shape[0]
+    COUNT: tl.constexpr = x.shape[1]
+    return tl.broadcast_to(x[:, :, None], [ROWS, COUNT, COLUMNS // COUNT]).reshape(ROWS, COLUMNS)
+
+
+@jit
+def gate_and_up(x):
+    """The two halves of the rows [2 * ROWS, COLUMNS]."""
+    return tl.split(x.reshape(2, x.shape[0] // 2, x.shape[1]).permute(1, 2, 0))
+
+
+def widen(size: int, dtype: torch.dtype, weight: Tensor, scale: Tensor, zero: Tensor | None = None,
+          row_scale: Tensor | None = None) -> Tensor:
+    """The numbers [.., size] in one launch. All matrices of a step take turns in the same memory."""
+    num_out, rows = scale.numel() // max(1, scale.shape[-1]), 32
+    out = weight.new_empty(*weight.shape[:-1], size, dtype=dtype)
+    widen_kernel[(cdiv(num_out, rows), cdiv(size, TILE))](
+        out=out, num_out=num_out, ROWS=rows, TILE=TILE, **arguments(size, weight, scale, zero, row_scale),
+        **launch_options(weight.device))
+    return out
+
+
+def arguments(size: int, weight: Tensor, scale: Tensor, zero: Tensor | None,
+              row_scale: Tensor | None) -> dict[str, Any]:
+    """Of a kernel."""
+    return dict(weight=weight, scale=scale.view(torch.uint8) if scale.itemsize == 1 else scale,
+                zero=weight if zero is None else zero, row_scale=weight if row_scale is None else row_scale,
+                SIZE=size, GROUPS=scale.shape[-1], KIND=kind_of(scale.dtype),
+                ZEROS=zero is not None, ROW_SCALE=row_scale is not None)
+
+
+@jit
+def widen_kernel(weight, scale, zero, row_scale, out, num_out, SIZE: tl.constexpr, GROUPS: tl.constexpr,
+                 KIND: tl.constexpr, ZEROS: tl.constexpr, ROW_SCALE: tl.constexpr, ROWS: tl.constexpr,
+                 TILE: tl.constexpr, PDL: tl.constexpr):
+    """Grid (ROWS rows, TILE columns). Waits before it writes: the previous product may still read `out`."""
+    GROUP: tl.constexpr = SIZE // GROUPS if GROUPS > 1 else 2 ** 30
+    COUNT: tl.constexpr = 1 if GROUP >= TILE else TILE // GROUP
+    WORDS: tl.constexpr = (SIZE + 31) // 32 * 4  # of a row
+    row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * TILE + tl.arange(0, TILE)
+    source, word = tl.minimum(row, num_out - 1).to(tl.int64)[:, None], tl.program_id(1) * (TILE // 8)
+    word += tl.arange(0, TILE // 8)[None, :]
+    words = tl.load(weight.to(tl.pointer_type(tl.int32)) + source * WORDS + word, mask=word < WORDS, other=0)
+    group = tl.full([1, 1], tl.program_id(1) * TILE // GROUP, tl.int32)
+    factor = _load(scale + source * GROUPS, group, 0, GROUP, GROUPS, COUNT, TILE)
+    shift = _load(zero + source * GROUPS, group, 0, GROUP, GROUPS, COUNT, TILE) if ZEROS else factor
+    y = numbers(words, factor, shift, KIND, ZEROS, TILE)
+    if ROW_SCALE:
+        y *= tl.load(row_scale + source)
+    kernel.wait_for_previous_kernel(PDL)
+    tl.store(out + row.to(tl.int64)[:, None] * SIZE + column[None, :], y.to(out.dtype.element_ty),
+             mask=(row < num_out)[:, None] & (column < SIZE)[None, :])
