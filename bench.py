@@ -31,7 +31,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -793,23 +793,64 @@ def gemma4_memory(quick: bool) -> None:
             f"blocks of {layout.block_bytes / 2**20:.1f} MiB, of which {wasted:.0%} are wasted"))
 
 
+class Gemma4Limits(Card):
+    """The least time of a step of a dense Gemma 4, whose layers differ in their heads."""
+
+    def step_seconds(self, m: Any, query_lens: list[int], seq_lens: list[int], num_samples: int, *_: Any) -> float:
+        """m: those of `gemma4_sizes`"""
+        seconds = 0.0
+        for (weights, num_heads, num_kv_heads, head_dim, window), count in m.items():
+            rows = sum(query_lens) if head_dim else num_samples
+            of_layer = max(2 * weights / self.copy, 2 * weights * rows / self.product)
+            for q, s in zip(query_lens, seq_lens):
+                s = min(s, window + q) if window else s
+                pairs = q * min(window or s, s - q + (q + 1) / 2) * (q > 1)
+                of_layer += max(4 * num_kv_heads * head_dim * s / self.copy,
+                                4 * num_heads * head_dim * pairs / self.product)
+            seconds += count * of_layer
+        return seconds
+
+
+def gemma4_sizes(c: model.ModelConfig) -> Counter:
+    """How many layers have (weights, query heads, kv heads, head_dim, window). The matrix of the logits is one, too."""
+    with torch.device("meta"):
+        layers = model.Transformer(c, modules_for(c)).layers
+    weights = [sum(one.numel() for one in layer.parameters()) for layer in layers]
+    return Counter({(c.vocab_size * c.hidden_size, 0, 0, 0, 0): 1}) + Counter(
+        (one, c.num_heads, *heads, window) for one, heads, window in zip(weights, c.layer_heads, c.sliding_windows))
+
+
 def gemma4(limits: Card, quick: bool) -> None:
-    """Gemma 4 31B's shape, and 26B-A4B's. The limit of decode is that of reading all weights, and K and V behind the
-    windows, and that of prefill the products with the weights."""
-    for name, shape in GEMMA4.items():
-        llm: Any = None  # frees the engine before
-        llm, c = random_llm(shape, max_model_len=9000), read_model_config(shape)
-        with torch.device("meta"):
-            numbers = sum(one.numel() for one in model.Transformer(c, modules_for(c)).parameters())
-        for batch in (1, 8, 64):
-            kv = sum(4 * heads * head_dim * min(540, window or 540)
-                     for (heads, head_dim), window in zip(c.layer_heads, c.sliding_windows))
-            limit = None if c.experts else (2 * numbers + batch * kv) / limits.copy * 1000
-            row(f"Gemma 4 {name} decode, batch {batch}, context 512", decode_ms(llm, batch, 512, 30), "ms/step", limit)
-        prefill_rate(llm, 4, 8000)  # warm up
-        limit = None if c.experts else limits.product / (2 * (numbers - c.vocab_size * c.hidden_size))
-        row(f"Gemma 4 {name} prefill, 32 x 8,000", prefill_rate(llm, 32, 8000), "tokens/s", limit)
-        row(f"Gemma 4 {name} workload 256", generate_rate(llm, *workload_256()), "tokens/s", note=RECORDED)
+    """Gemma 4 31B's shape. The limit of workload 256 is that of as many texts at once as the pool held at most."""
+    llm, sizes = random_llm(GEMMA4["31B"], max_model_len=9000), gemma4_sizes(read_model_config(GEMMA4["31B"]))
+    gemma4_rows(Gemma4Limits(*limits), llm, "31B", sizes)
+
+
+def gemma_26b(limits: Card, quick: bool) -> None:
+    """Gemma 4 26B-A4B's shape."""
+    gemma4_rows(limits, random_llm(GEMMA4["26B-A4B"], max_model_len=9000), "26B-A4B")
+
+
+def gemma4_rows(limits: Card, llm: LLM, name: str, sizes: Any = None) -> None:
+    """No warm-up of the workload: its steps' sizes are recorded, and other rows have run before."""
+    for batch in (1, 8, 64):
+        limit = limits.step_seconds(sizes, [1] * batch, [530] * batch, batch) * 1000 if sizes else None
+        row(f"Gemma 4 {name} decode, batch {batch}, context 512", decode_ms(llm, batch, 512, 30), "ms/step", limit)
+    prefill_rate(llm, 2, 8000)  # warm up
+    limit = 256_000 / limits.step_seconds(sizes, [8000] * 32, [8000] * 32, 32) if sizes else None
+    row(f"Gemma 4 {name} prefill, 32 x 8,000", prefill_rate(llm, 32, 8000), "tokens/s", limit)
+    (prompts, lengths), most, before = workload_256(), 0, llm.counts.num_preemptions
+
+    def launch(launch: Callable[[], Any] = llm.engine.launch) -> Any:
+        nonlocal most
+        most = max(most, len(llm.scheduler.running))
+        return launch()
+
+    with patch.object(llm.engine, "launch", launch):
+        value = rate(lambda: llm.generate(prompts, [exactly(length) for length in lengths]), sum(lengths))
+    limit = tokens_per_second(limits, sizes, prompts, lengths, most) if sizes else None
+    row(f"Gemma 4 {name} workload 256", value, "tokens/s", limit,
+        f"{most} at once at most, {llm.counts.num_preemptions - before} preemptions")
 
 
 def latency(limits: Card, quick: bool) -> None:
@@ -1050,8 +1091,8 @@ def machine() -> str:
 
 ANYWHERE: list[Callable[..., None]] = [scheduler, fragmentation, batching, server, gemma4_memory]
 ON_CUDA: list[Callable[..., None]] = [start, attention, paging, delta, decode, throughput, shared, latency, large,
-                                      windows, gemma4, experts, gpt_oss, int4, hybrid, structured, drafts, simulate,
-                                      data_parallel, tensor_parallel, parallel_sizes]
+                                      windows, gemma4, gemma_26b, experts, gpt_oss, int4, hybrid, structured, drafts,
+                                      simulate, data_parallel, tensor_parallel, parallel_sizes]
 QUICK = {"scheduler", "fragmentation", "batching", "server", "attention", "decode"}
 
 

@@ -107,7 +107,8 @@ class Runner:
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Build the model of a checkpoint's tensors."""
-        self.model = build_model(self.config, tensors, self.dtype, self.device, self.max_model_len, self.modules)
+        self.model = build_model(self.config, tensors, self.dtype, self.device, self.max_model_len, self.modules,
+                                 utilization=self.options.gpu_memory_utilization)
 
     def use(self, kind: type) -> Any:
         """The LogitsStep of this class, made when a request first asks for it. Any thread may call this."""

@@ -16,11 +16,12 @@ What its layers have besides those of Gemma 3:
                      its kind that has them. The pool has nothing for these layers. Their MLP is wider in E2B.
     a vector of each token for each layer
                      (E2B, E4B) comes from a second table of embeddings, and from the embedding. A layer adds it to the
-                     stream last, through a gate.
+                     stream last, through a gate. The table may lie on the host (`tables_on_host`).
 
 In multimodal checkpoints this is the text model. Other parts (vision and audio towers) are not read.
 """
 import itertools
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -31,11 +32,13 @@ from torch import Tensor, nn
 
 from nanopaged import kernel, model, tiles
 from nanopaged.inputs import between, check_number
-from nanopaged.optional_triton import jit, launch_options, tl
+from nanopaged.optional_triton import jit, launch_options, tl, triton
 from nanopaged.options import feature
-from nanopaged.weights import families
+from nanopaged.weights import build, families
 
 WIDE_PREFILL = {2: 96, 4: 128}  # KiB of shared memory with heads of 512 numbers, by bytes of a number
+MOST_WEIGHTS = 0.75  # of the memory that the engine may have. The rest is for a step's tensors, and for K and V.
+GATHER_TILE = 1024  # numbers: 16 bytes for each thread in 16 bits
 
 # --------------------------------------------------------------------------------------------------
 # Layers
@@ -149,8 +152,30 @@ class LayerVectors(nn.Module):
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
         projected = self.per_layer_model_projection(x) * x.shape[-1] ** -0.5
         projected = self.per_layer_projection_norm(projected.view(-1, self.size))
-        vectors = self.embed_tokens_per_layer(ids).view(-1, self.size) * self.size ** 0.5
+        table = self.embed_tokens_per_layer.weight
+        vectors = self.embed_tokens_per_layer(ids) if table.device == ids.device else gather_rows(table, ids)
+        vectors = vectors.view(-1, self.size) * self.size ** 0.5
         return ((projected + vectors) * 2 ** -0.5).view(len(x), -1, self.size)
+
+
+def tables_on_host(types: dict[nn.Parameter, torch.dtype], built: Any, device: Any,
+                   utilization: float) -> dict[nn.Parameter, Tensor]:
+    """{the second table of embeddings: pinned memory for it}, if beside all weights a card would have too little memory
+    left. E2B's table takes 4.4 of 9.5 GiB, and a step reads a row of it for each token: 17.5 KiB.
+
+    types: of all parameters; utilization: the share of the card's memory that the engine may have. ValueError: the host
+    lacks the memory."""
+    if built.layers[0].vectors is None or not triton:
+        return {}
+    table, (free, total) = built.layers[0].vectors.embed_tokens_per_layer.weight, torch.cuda.mem_get_info(device)
+    size = sum(parameter.numel() * dtype.itemsize for parameter, dtype in types.items())
+    if size <= MOST_WEIGHTS * (utilization * total - (total - free)):
+        return {}
+    told = f"the table of embeddings for each layer, {table.numel() * types[table].itemsize / 2**30:.1f} GiB,"
+    with build.memory_for(f"{told} fits neither into {device} nor into the host's memory; use a smaller model"):
+        pinned = torch.empty(table.shape, dtype=types[table], pin_memory=True)
+    warnings.warn(f"{told} stays in the host's memory, because beside it {device} would have too little for K and V")
+    return {table: pinned}
 
 
 def rotate_and_store_reference(qkv: Tensor, num_heads: int, rotation: Tensor, q_norm: Tensor, k_norm: Tensor,
@@ -206,9 +231,8 @@ def rotate_and_store_kernel(qkv, q_out, rotation, q_norm, k_norm, eps, k_cache, 
         k_at = k_cache + block * kc_block + offset * kc_slot + kv_head * kc_head + i
         kernel._store(k_at, k_a, k_factor, written)
         kernel._store(k_at + HALF, k_b, k_factor, written)
-        v = at + (V_HEAD + kv_head) * 2 * HALF + i
-        v_a = tl.load(v, mask=written, other=0.0).to(tl.float32)
-        v_b = tl.load(v + HALF, mask=written, other=0.0).to(tl.float32)
+        v_a, v_b = kernel._norm_and_rope(at + V_HEAD * 2 * HALF, kv_head, i, written, k_norm, rotation, eps, HALF,
+                                         False, False, False)  # no rope, and a norm without a weight
         scale = 1.0 / tl.sqrt((tl.sum(v_a * v_a, 1) + tl.sum(v_b * v_b, 1)) / (2 * HALF) + eps)[:, None]
         v_at = v_cache + block * vc_block + offset * vc_slot + kv_head * vc_head + i
         kernel._store(v_at, v_a * scale, v_factor, written)
@@ -252,6 +276,24 @@ def add_norms_kernel(x, post, residual, scalar, weight, out, total, eps, num_row
     tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
 
 
+def gather_rows(table: Tensor, ids: Tensor) -> Tensor:
+    """table[ids], [T, size], of a table in pinned memory of the host. The GPU reads it there: when the host launches a
+    step, it does not know the ids that the step before samples."""
+    size = table.shape[1]
+    out = torch.empty(len(ids), size, dtype=table.dtype, device=ids.device)
+    gather_rows_kernel[(len(ids), tiles.cdiv(size, GATHER_TILE))](
+        table, ids, out, SIZE=size, TILE=GATHER_TILE, **launch_options(ids.device, in_chain=False))
+    return out
+
+
+@jit
+def gather_rows_kernel(table, ids, out, SIZE: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
+    """Grid (token, tile)"""
+    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
+    at = table + tl.load(ids + row).to(tl.int64) * SIZE + i
+    tl.store(out + row * SIZE + i, tl.load(at, mask=i < SIZE), mask=i < SIZE)
+
+
 def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
     """For warmup.py. ValueError: the GPU has too little shared memory."""
     c, make = r.config, partial(torch.zeros, dtype=r.dtype, device=r.device)
@@ -267,6 +309,8 @@ def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
         yield partial(rotate_and_store, make(0, c.num_heads + count * num_kv_heads, head_dim), c.num_heads,
                       norm(0, head_dim), norm(head_dim), norm(head_dim), c.norm_eps, cache, cache,
                       torch.zeros(0, dtype=torch.int32, device=r.device))
+    if size := c.gemma4["vector_size"]:
+        yield partial(gather_rows, make(1, c.num_layers * size), torch.zeros(0, dtype=torch.int32, device=r.device))
     if r.modules.norm is not model.PLAIN.norm:
         fused, weight = feature("fused", "Gemma 4 with small kernels"), norm(c.hidden_size)
         counts = {1, *(count for _, _, count in fused.residual_products(c, r.dtype))}

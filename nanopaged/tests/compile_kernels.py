@@ -187,6 +187,9 @@ def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
         yield partial(compile_kernel, gemma4.rotate_and_store_kernel, wide, dtype, capability, 8, fp8=fp8, **in_float32)
     yield partial(compile_kernel, gemma4.add_norms_kernel, dict(COUNT=2, SIZE=5376, PADDED=8192), dtype, capability, 16,
                   post="*fp32", weight="*fp32", scalar=f"*{TYPES[dtype]}")
+    gather = dict(SIZE=8960, TILE=gemma4.GATHER_TILE)
+    yield partial(compile_kernel, gemma4.gather_rows_kernel, gather, dtype, capability, table=f"*{TYPES[dtype]}",
+                  ids="*i32")
     picked = dict(best="*fp32", at="*i32", out="*i64")
     integers = dict.fromkeys(("slots", "positions"), "*i32")
     yield partial(compile_kernel, group_slots_kernel, dict(BLOCK_SIZE=64, TILE=1024), dtype, capability, **integers)

@@ -72,6 +72,36 @@ def test_bench_simulates_what_it_serves(monkeypatch, capsys):
     assert "first token" in capsys.readouterr().out
 
 
+def test_bench_measures_gemma_4(monkeypatch):
+    """On a CPU, where the figures mean nothing: tiny shapes, from steps that it serves. Limits are those of a step that
+    is counted here by hand."""
+    tiny = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=7, num_attention_heads=2, head_dim=16,
+                num_key_value_heads=1, num_global_key_value_heads=1, global_head_dim=32, vocab_size=300)
+    more = dict(num_experts=4, top_k_experts=2, moe_intermediate_size=16)
+    monkeypatch.setattr(bench, "GEMMA4", {name: shape | tiny | (more if "26B" in name else {})
+                                          for name, shape in bench.GEMMA4.items()})
+    make, times = bench.random_llm, bench.step_times
+    monkeypatch.setattr(bench, "step_times", lambda llm, prompts, _: times(llm, prompts, 2))
+    monkeypatch.setattr(bench, "random_llm", lambda shape, **options: make(
+        shape, **options | dict(device="cpu", dtype="float32", warm_up=False, num_blocks=1000)))
+    monkeypatch.setattr(bench, "random_prompts", lambda _, lengths: [[7] * 9 for _ in [*lengths][:4]])
+    monkeypatch.setattr(bench, "workload_256", lambda: ([[1] * 20 for _ in range(4)], [10] * 4))
+    del bench.ROWS[:]
+    bench.gemma4(bench.Card(1e10, 1e12), False)
+    bench.gemma_26b(bench.Card(1e10, 1e12), False)
+    assert [bool(entry["limit"]) for entry in bench.ROWS] == [True] * 5 + [False] * 5
+    assert [entry["note"] for entry in bench.ROWS[4::5]] == ["4 at once at most, 0 preemptions"] * 2
+    sizes = bench.gemma4_sizes(bench.read_model_config(bench.GEMMA4["31B"]))
+    assert sum(sizes.values()) == 8 and {key[1:]: count for key, count in sizes.items()} == {
+        (0, 0, 0, 0): 1, (2, 1, 16, 1024): 5, (2, 1, 32, 0): 2}
+    # Weights, then K and V of 2,000 tokens, and of 1,025 behind a window
+    num_bytes = sum(2 * key[0] * count for key, count in sizes.items()) + 4 * (2 * 32 * 2000 + 5 * 16 * 1025)
+    assert bench.Gemma4Limits(1e10, 1e20).step_seconds(sizes, [1], [2000], 1) == pytest.approx(num_bytes / 1e10)
+    flops = 2 * 8000 * sum(key[0] * count for key, count in sizes.items() if key[1]) + 2 * 300 * 32
+    flops += 4 * 2 * (2 * 32 * 8000 * 8001 / 2 + 5 * 16 * 8000 * 1024)
+    assert bench.Gemma4Limits(1e20, 1e12).step_seconds(sizes, [8000], [8000], 1) == pytest.approx(flops / 1e12)
+
+
 def test_the_tokenizer_of_random_words_is_one(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(bench.random_tokenizer(100)))
     tokenizer = load_tokenizer(tmp_path)
@@ -85,7 +115,8 @@ def test_bench_knows_the_rows_that_it_has_peers_for(monkeypatch):
     weights = SimpleNamespace(parameters=lambda: [SimpleNamespace(nbytes=1)])
     llm = SimpleNamespace(generate=lambda *_: None, drafting=SimpleNamespace(metrics=metrics),
                           runner=SimpleNamespace(cascade=None, model=weights),
-                          scheduler=SimpleNamespace(max_num_seqs=1))
+                          scheduler=SimpleNamespace(max_num_seqs=1), engine=SimpleNamespace(launch=None),
+                          counts=SimpleNamespace(num_preemptions=0))
     monkeypatch.setattr(bench, "row", lambda name, *_, **__: names.append(name))
     monkeypatch.setattr(bench, "random_llm", lambda *_, **__: llm)
     monkeypatch.setattr(bench, "random_prompts", lambda *_: [[0]])

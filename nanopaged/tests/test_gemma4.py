@@ -1,14 +1,15 @@
 """Gemma 4: its config.json, texts however the work is cut, and its kernels. (Tests of logits and of Triton are those of
 test_more_families.py, tests of fused modules and of bfloat16 those of test_families.py.)"""
 import json
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from nanopaged import LLM, SamplingParams, tiles
-from nanopaged.features import fused, graphs
+from nanopaged import LLM, SamplingParams, model, tiles
+from nanopaged.device.pool import GIB
+from nanopaged.features import fused, gemma4, graphs
 from nanopaged.features.gemma4 import add_norms, kernel_forms, rotate_and_store, rotate_and_store_reference
 from nanopaged.tests.helpers import (
     CUDA,
@@ -20,6 +21,7 @@ from nanopaged.tests.helpers import (
     complaint,
     expectations,
     load,
+    needs_gpu,
     needs_kernel,
     pools,
     prompt_logits,
@@ -172,6 +174,74 @@ def test_matrices_in_8_bits(tmp_path, keeps, variant):
         and "router" not in name and "vectors" not in name}
     plain.runner.model.load_state_dict(kept(cut), strict=False)
     assert relative_error(prompt_logits(cut, PROMPT[:1]), prompt_logits(plain, PROMPT[:1])) < 1e-4
+
+
+@pytest.mark.parametrize("variant", GEMMA4)
+def test_hits_behind_windows(variant):
+    """A prompt whose first blocks the windows gave back, the same one again, other ends, and a second turn: all full
+    blocks are found, and what follows is what an engine without a cache generates."""
+    options = dict(device="cpu", block_size=4, max_num_batched_tokens=16)
+    llm, plain = load(variant, **options), load(variant, enable_prefix_caching=False, **options)
+    common, params = [i * 7 % 140 for i in range(40)], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    tables: list[int] = []
+    llm.add_request(common + [1, 2], params)
+    while llm.has_unfinished_requests():
+        llm.step()
+        tables += [part.num_null_blocks for seq in llm.scheduler.running for part in seq.parts.values()]
+    assert max(tables) == (51 - 13) // 4
+    texts = [common + [1, 2], common + [3] * 5, common]
+    texts.append(texts[0] + tokens_of(plain.generate(texts[0], params))[0] + [5] * 6)
+    for text, num_cached in zip(texts, (40, 40, 40, 48)):
+        (output,) = llm.generate(text, params)
+        assert output.num_cached_tokens == num_cached
+        assert tokens_of([output]) == tokens_of(plain.generate(text, params))
+    llm.scheduler.block_manager.check_idle()
+
+
+# ---- The second table of embeddings on the host
+
+@pytest.mark.parametrize("free, utilization, is_on_host", [
+    (16.0, 0.9, False), (11.0, 0.9, True), (24.0, 0.9, False), (24.0, 0.5, True)])
+def test_where_the_second_table_lies(monkeypatch, free, utilization, is_on_host):
+    """E2B's weights take 9.5 GiB, on cards of some sizes."""
+    with torch.device("meta"):
+        built = SimpleNamespace(layers=[SimpleNamespace(vectors=gemma4.LayerVectors(read(TEXT_E2B), model.PLAIN))])
+    table = built.layers[0].vectors.embed_tokens_per_layer.weight
+    others = torch.nn.Parameter(torch.empty(2_740_000_000, device="meta"))
+    types, made = {table: torch.bfloat16, others: torch.bfloat16}, []
+    monkeypatch.setattr(gemma4, "triton", True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free * GIB), int((free + 0.3) * GIB)))
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: made.append((*shape, options)))
+    find = partial(gemma4.tables_on_host, types, built, "cuda:0", utilization)
+    if not is_on_host:
+        assert find() == {}
+        return
+    with pytest.warns(UserWarning, match="for each layer, 4.4 GiB, stays in the host's memory"):
+        assert find() == {table: None}
+    assert made == [((262144, 35 * 256), dict(dtype=torch.bfloat16, pin_memory=True))]
+
+
+@needs_gpu
+def test_the_second_table_on_the_host(monkeypatch):
+    """Steps are recorded, and read it there."""
+    monkeypatch.setattr(gemma4, "MOST_WEIGHTS", 0)
+    monkeypatch.setattr(graphs, "DECODE_SIZES", [1, 4])
+    with pytest.warns(UserWarning, match="stays in the host's memory"):
+        llm = load("gemma4-e2b", graphs=True, max_num_batched_tokens=40)
+    places = {name: (one.device.type, one.is_pinned()) for name, one in llm.runner.model.named_parameters()}
+    assert places.pop("layers.0.vectors.embed_tokens_per_layer.weight") == ("cpu", True)
+    assert {*places.values()} == {("cuda", False)}
+    replayed = record_graphs(llm, monkeypatch)
+    assert_golden(llm, "gemma4-e2b", times=2)
+    assert {shape.num_tiles > 0 for shape in replayed} == {True, False}
+
+
+@needs_kernel
+def test_gather_rows():
+    """More numbers than a tile has."""
+    table, ids = torch.randn(9, 1500), torch.tensor([3, 0, 8, 3], dtype=torch.int32)
+    ours = gemma4.gather_rows(table.pin_memory() if CUDA else table, ids.to(DEVICE))
+    assert ours.device.type == DEVICE and torch.equal(ours.cpu(), table[ids])
 
 
 # ---- Kernels

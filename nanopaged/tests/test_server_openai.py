@@ -445,6 +445,12 @@ def test_gemma_4_s_thoughts_are_read_in_every_chat(llm, monkeypatch):
     output.outputs[0].text = "<|channel>thought\nHm.<channel|>Hi."
     message = dict(role="assistant", content="Hi.", reasoning_content="Hm.")
     assert call.response([output])["choices"][0]["message"] == message
+    assert message_of(parse(call.events(0, output)))[0] == message
+    call, [output] = complete(serving, CHAT, tools=TOOLS, max_tokens=3)
+    output.outputs[0].text = "<|channel>thought\nHm.<channel|><|tool_call>call:now{zone:1}<tool_call|>"
+    for choice in (call.response([output])["choices"][0], dict(message=message_of(parse(call.events(0, output)))[0])):
+        assert choice["message"]["reasoning_content"] == "Hm."
+        assert choice["message"]["tool_calls"][0]["function"] == {"name": "now", "arguments": '{"zone": 1}'}
     monkeypatch.setattr(llm.tokenizer, "tokens", llm.tokenizer.tokens | {"<|channel>": 5, "<channel|>": 8})
     params = read(serving, CHAT, response_format={"type": "json_object"}).params
     assert params.structured_outputs.reasoning_token_ids == [5, 8]

@@ -48,16 +48,19 @@ FLOAT32 = ".scale", ".row_scale", ".A_log", ".dt_bias", ".gated_norm", ".expert_
 
 def build_model(config: model.ModelConfig, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype,
                 device: torch.device | str, num_positions: int, modules: model.Modules = model.PLAIN,
-                *part: Callable[[str, Tensor], Tensor]) -> model.Transformer:
+                *part: Callable[[str, Tensor], Tensor], utilization: float = 1.0) -> model.Transformer:
     """A Transformer with a checkpoint's tensors, for texts of num_positions tokens. Each is copied by itself, so memory
-    holds the weights once. ValueError: too little memory, or what `load_weights` raises."""
+    holds the weights once. utilization: the share of a card's memory that the engine may have. ValueError: too little
+    memory, or what `load_weights` raises."""
     with torch.device("meta"):  # shapes without memory
         built = model.Transformer(config, modules_for(config, modules))
     types = {parameter: parameter.dtype if parameter.dtype is not torch.float32 else
              torch.float32 if name.endswith(FLOAT32) else dtype
              for name, parameter in built.named_parameters()}
-    size = sum(parameter.numel() * kind.itemsize for parameter, kind in types.items())
-    is_cuda = torch.device(device).type == "cuda"
+    is_cuda, on_host = torch.device(device).type == "cuda", {}
+    if config.gemma4 and is_cuda:
+        on_host = feature("gemma4", "Gemma 4").tables_on_host(types, built, device, utilization)
+    size = sum(parameter.numel() * kind.itemsize for parameter, kind in types.items() if parameter not in on_host)
     free = f"{torch.cuda.mem_get_info(device)[0] / 2**30:.1f} GiB free, less" if is_cuda else "less free memory"
     head_dims = [rope.get("head_dim", config.head_dim) for rope in config.ropes]
     table_size = num_positions * sum(head_dims) * 4
@@ -68,7 +71,8 @@ def build_model(config: model.ModelConfig, tensors: Iterable[tuple[str, Tensor]]
     with memory_for(f"the weights take {size / 2**30:.1f} GiB, and {device} has {free} than loading them takes; use a "
                     "smaller model or dtype", 0 if is_cuda else size):
         # Module.to_empty does the same, but imports sympy for it: a quarter of a second
-        built._apply(lambda parameter: torch.empty(parameter.shape, dtype=types[parameter], device=device))
+        built._apply(lambda parameter: on_host[parameter] if parameter in on_host else torch.empty(
+            parameter.shape, dtype=types[parameter], device=device))
         load_weights(built, unmerge(tensors, config), *part)
         for name, parameter in built.named_parameters():
             parameter.data = fold(name, parameter.data, config)
