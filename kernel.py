@@ -740,9 +740,11 @@ def _prefill_tiles(a, b, q, position, keys, block, start, stop, scale, MASKED: t
         k = _load_tile(keys.k + dim[:, None] + slot_k[None, :], exists[None, :], inside[:, None], q[0], MASKED, sizes)
         v = _load_tile(keys.v + dim[None, :] + slot_v[:, None], exists[:, None], inside[None, :], q[0], MASKED, sizes)
         scores_a = tl.dot(q[0], k, input_precision=sizes.PRECISION)  # k is transposed: [DIM_PADDED, TILE_N]
-        scores_b = tl.dot(q[1], k, input_precision=sizes.PRECISION)
+        if sizes.DIM_PADDED <= 256:
+            scores_b = tl.dot(q[1], k, input_precision=sizes.PRECISION)
         a = _attend(a, scores_a, v, token, exists, position[0], scale, MASKED, sizes)
-        b = _attend(b, scores_b, v, token, exists, position[1], scale, MASKED, sizes)
+        if sizes.DIM_PADDED <= 256:
+            b = _attend(b, scores_b, v, token, exists, position[1], scale, MASKED, sizes)
     return a, b, block
 
 
@@ -756,8 +758,10 @@ def _prefill(queries, keys, first_position, scale, v_scale, sizes):
         at position 7                       x x x x   x x x x   .
         at position 8                       x x x x   x x x x   x
                                             no mask   masked
+
+    Heads of more than 256 numbers leave registers for one accumulator: `a` has all queries, and b none.
     """
-    HALF: tl.constexpr = sizes.TILE_M // 2
+    HALF: tl.constexpr = sizes.TILE_M // 2 if sizes.DIM_PADDED <= 256 else sizes.TILE_M
     index = tl.arange(0, HALF)
     q_a, position_a, head_a, out_a, valid_a = load_queries(queries, keys, index, sizes)
     q_b, position_b, head_b, out_b, valid_b = load_queries(queries, keys, HALF + index, sizes)
@@ -771,7 +775,8 @@ def _prefill(queries, keys, first_position, scale, v_scale, sizes):
         start = diagonal
     a, b, block = _prefill_tiles(a, b, q, position, keys, block, start, keys.end, scale, True, sizes)
     tl.store(out_a, _normalize(a, queries.sinks, head_a, v_scale, 1), mask=valid_a)
-    tl.store(out_b, _normalize(b, queries.sinks, head_b, v_scale, 1), mask=valid_b)
+    if sizes.DIM_PADDED <= 256:
+        tl.store(out_b, _normalize(b, queries.sinks, head_b, v_scale, 1), mask=valid_b)
 
 
 # --------------------------------------------------------------------------------------------------

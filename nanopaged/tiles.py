@@ -107,7 +107,7 @@ def tile_config(phase: str, group: int, head_dim: int, element_size: int, shared
     stages are given up first, then tile width. TILE_N also decides the order of additions, so it must not depend on
     max_stages: a device always uses the same TILE_N for a model.
 
-    Heads of 512 numbers (Gemma 4) fit in 16 bits: prefill takes 97 KiB on a Hopper, and 96 of the 99 KiB that a block
+    Heads of 512 numbers (Gemma 4) fit in 16 bits: prefill takes 192 KiB on a Hopper, and 96 of the 99 KiB that a block
     has on Ampere and Ada at least. Turing has 64 KiB, which are too few.
     """
     heads, dims = next_power_of_2(group), max(MIN_DIM, next_power_of_2(head_dim))
@@ -120,6 +120,8 @@ def tile_config(phase: str, group: int, head_dim: int, element_size: int, shared
         tile_m = max(TILE_M if row <= WIDE_ROW else WIDE_TILE_M, heads)
         if row <= WIDE_ROW and shared_memory > LARGE_SHARED_MEMORY:
             tile_m, num_warps = max(LARGE_TILE_M, heads), 8
+        elif dims > 256 and element_size == 2:  # one accumulator; on Hopper two warpgroups share it
+            tile_m, num_warps = max(TILE_M if shared_memory > LARGE_SHARED_MEMORY else WIDE_TILE_M, heads), 8
     for tile_n, stages in ((64, max_stages), (64, 3), (64, 2), (32, 2), (32, 1), (16, 1)):
         if row > WIDE_ROW and tile_n * stages > 64:  # the accumulators need the registers, above all in prefill
             continue
