@@ -122,7 +122,7 @@ ATTENTION_CASES = {
     "block size 256": (([1, 5], [300, 260]), dict(block_size=256)),
     "group of 1": (MIXED, dict(heads=2)),
     **{f"group of {n}": (MIXED, dict(heads=n, kv_heads=1)) for n in (3, 7, 8, 20, 80)},
-    **{f"head_dim {n}": (MIXED, dict(head_dim=n)) for n in (8, 64, 80, 96, 128, 256)},
+    **{f"head_dim {n}": (MIXED, dict(head_dim=n)) for n in (8, 64, 80, 96, 128, 256, 512)},
     "heads before slots": (MIXED, dict(heads_first=True)),
     "padding rows": (([1, 0, 4, 0], [7, 0, 6, 0]), {}),
     "sinks": (MIXED, dict(sinks=True)),
@@ -135,7 +135,7 @@ DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * CUDA  # the interpr
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2, FP8: 3e-3}
 # The type that engines run in has all shapes. The other types take the same path whatever the shape is, with smaller
 # tiles where a number has more bytes: three shapes are enough. Over an fp8 cache, tiles are read in other ways.
-CASES_OF_OTHER_TYPES = ("mixed batch", "splits", "head_dim 256", "sinks")
+CASES_OF_OTHER_TYPES = ("mixed batch", "splits", "head_dim 256", "head_dim 512", "sinks")
 FP8_CASES = ("decode", "mixed batch", "splits", "block size 64", "group of 3", "head_dim 80",
              "window shorter than the chunk", "head_dim 8", "block size 1", "splits under a window", "padding rows",
              "sinks, splits and a window")
