@@ -161,7 +161,7 @@ class Plan:
                 continue
             size_out, size_in = linear.weight.shape
             group = next((group for group in CUT_GROUPS if not size_in % group), None)
-            if group and ".experts." not in path:
+            if group:
                 self.matrices[path] = Matrix(size_out, size_in, Form(torch.float16, size_in // group))
                 self.origins.update(dict.fromkeys(parts[path], path))
         self.forms = {path: self.common_form(names) if is_able else None for path, names in parts.items()}
@@ -200,7 +200,7 @@ class Plan:
         if self.is_cut:
             groups = sorted({one.size_in // one.form.num_groups for one in self.matrices.values()})
             print(f"matrices of the layers are cut to 4 bits, in groups of {' and '.join(map(str, groups))}; "
-                  f"embeddings, lm_head{', router, experts' * bool(self.config.experts)} are not", file=sys.stderr)
+                  f"embeddings, lm_head{', router' * bool(self.config.experts)} are not", file=sys.stderr)
         if wide := {name: one for name, one in self.matrices.items() if name not in self.kept}:
             numbers = sum(one.size_out * one.size_in for one in wide.values())
             size = sum(one.size_out * one.form.num_groups * one.form.scale.itemsize for one in wide.values())

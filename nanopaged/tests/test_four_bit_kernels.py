@@ -39,7 +39,7 @@ from nanopaged.tests.helpers import (
 )
 from nanopaged.tests.pretended import PlainKernels, plain_kernels, widen_words
 from nanopaged.tests.test_graphs import record_graphs
-from nanopaged.weights.build import build_model
+from nanopaged.weights.build import build_model, random_tensors
 from nanopaged.weights.checkpoint import read_config, read_tensors
 from nanopaged.weights.families import read_model_config
 
@@ -56,7 +56,7 @@ def plain_linear(x, weight, scale, zero, row_scale, bias=None, activation="", ga
     return model.activate(y, activation, gated) if activation else y
 
 
-def keep(monkeypatch, llm, path, modules=fused.MODULES, **options):
+def keep(monkeypatch, llm, path, modules=fused.MODULES, tensors=None, **options):
     """Give the engine a model that keeps 4 bits, as on a GPU; the kernels are pretended on a CPU."""
     for patch in [*plain_kernels(), (four_bit_kernels, "linear", plain_linear),
                   (four_bits, "has_products", lambda device: True),
@@ -66,7 +66,7 @@ def keep(monkeypatch, llm, path, modules=fused.MODULES, **options):
     for name, value in options.items():
         setattr(r.options, name, value)
     r.modules = four_bits.with_four_bits(r.options, r.config, modules, r.device, path)
-    tensors = four_bits.read(read_tensors(path), r)
+    tensors = four_bits.read(tensors or read_tensors(path), r)
     r.model = build_model(r.config, tensors, r.dtype, r.device, r.max_model_len, r.modules)
     return {name: (str(one.dtype).removeprefix("torch."), list(one.shape)) for name, one in r.model.named_parameters()}
 
@@ -225,6 +225,17 @@ def test_an_ordinary_checkpoint_is_cut(monkeypatch, capfd):
     assert llm.runner.model.layers[0].o_proj.count == 2
     assert kept["layers.5.mlp.down_proj.scale"] == ("float16", [256, 9])
     assert llm.generate("ROMEO:", GREEDY)[0].outputs[0].token_ids == text
+
+
+def test_experts_are_cut(monkeypatch, capfd):
+    options = dict(load_format="dummy", quantization="int4", hf_overrides=dict(moe_intermediate_size=32))
+    llm = load("qwen3-moe", device="cpu", num_blocks=64, **options)
+    assert "in groups of 32 and 64; embeddings, lm_head, router are not" in capfd.readouterr().err
+    texts = tokens_of(llm.generate([[1, 2, 3], [5] * 20], GREEDY))
+    kept = keep(monkeypatch, llm, None, quantization="int4", load_format="dummy", tensors=random_tensors(
+        llm.config, torch.float32, llm.runner.device, seed=0))
+    assert "uint8" in {kind for name, (kind, _) in kept.items() if ".experts.0." in name}
+    assert tokens_of(llm.generate([[1, 2, 3], [5] * 20], GREEDY)) == texts
 
 
 def test_perplexity_of_the_bundled_model(monkeypatch):
