@@ -34,7 +34,7 @@ class Linear4(model.Linear):
         def parameter(columns: int, kind: torch.dtype) -> nn.Parameter:
             return nn.Parameter(torch.empty(size_out, columns, dtype=kind), requires_grad=False)
 
-        self.weight, self.scale = parameter(cdiv(size_in, 32) * 16, torch.uint8), parameter(form.num_groups, form.scale)
+        self.weight, self.scale = parameter(form.num_bytes(size_in), form.codes), parameter(form.num_groups, form.scale)
         self.zero = parameter(form.num_groups, torch.uint8) if form.has_zeros else None
         self.row_scale = parameter(1, torch.float32) if form.has_row_scale else None
 

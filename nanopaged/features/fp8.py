@@ -6,8 +6,9 @@ weights are FP8, so config.json's lists of layers are not read. Nor are the scal
 activation_scale): activations have the engine's type, or 8 bits with a scale for each token.
 
 On a card with 8-bit products (`keeps_8_bits`) matrices keep their 8 bits, and the tensor `scale` [out, 1] has a row
-for each row of the weight: both are merged, and split over GPUs, by the same rows. Elsewhere, in embeddings and
-lm_head, and where blocks of 128 x 128 have scales, each weight is multiplied by its scale while it is read.
+for each row of the weight: both are merged, and split over GPUs, by the same rows. Where blocks of 128 x 128 have
+scales, four_bits.py keeps the bits, on one GPU (`keeps_blocks`). Elsewhere, and in embeddings and lm_head, each weight
+is multiplied by its scale while it is read.
 """
 import re
 import sys
@@ -24,6 +25,7 @@ from nanopaged import kernel, model, tiles
 from nanopaged.device.choices import pick_dtype
 from nanopaged.device.pool import FP8
 from nanopaged.optional_triton import jit, launch_options, tl, triton
+from nanopaged.options import default_feature
 from nanopaged.tiles import cdiv
 from nanopaged.weights.build import PREFIXES, modules_for
 from nanopaged.weights.checkpoint import read_tensors
@@ -59,6 +61,13 @@ def read_form(quantization: Any) -> str:
                          "pack-quantized), or with FP8 weights (e4m3, a scale for each tensor, channel or "
                          "block of 128 x 128; quant_method 'fp8', or 'compressed-tensors' with 'float-quantized')")
     return "block" if "block" in strategies else "channel"
+
+
+def keeps_blocks(options: Any, config: model.ModelConfig, devices: list[torch.device]) -> bool:
+    """Whether four_bits.py reads the checkpoint, and matrices in blocks stay as they are stored."""
+    is_able = config.fp8 == "block" and not options.quantization and options.tensor_parallel_size == 1
+    four_bits = is_able and default_feature("four_bits", "a matrix in FP8 blocks, which is converted,")
+    return bool(four_bits) and all(map(four_bits.has_products, devices))
 
 
 def keeps_8_bits(quantization: str | None, dtype: str, config: model.ModelConfig, devices: list[torch.device],
