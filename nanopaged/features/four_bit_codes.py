@@ -1,4 +1,4 @@
-"""How a tile of codes of 4 bits becomes a tile of numbers, and a product. Goes together with four_bits.py.
+"""How a tile of codes of 4 or 8 bits becomes a tile of numbers, and a product. Goes together with four_bits.py.
 
 A thread of a tensor core multiplies, of 16 neighbours in a row, 2t, 2t + 1, 8 + 2t and 9 + 2t, two of them in a
 register, where t is one of four threads. Codes lie so that no number changes its thread. 32 neighbours are four words
@@ -22,7 +22,7 @@ Integers with one scale in a row of the tile are multiplied by it in the sums; o
 
 Codes of 8 bits, e4m3 in blocks, have the same tiles: 16 neighbours are four words of two pairs. The high byte of each
 half, masked and shifted: s 0 0 0 0 e e e e m m m 0 0 0 0. This is the number times 2^-120, also of a denormal one, and
-is multiplied by 2^120: 4 instructions for two numbers. Scales are multiplied by sums, so no number is rounded.
+is multiplied by 2^120: 9 instructions for four numbers. Scales are multiplied by sums, so no number is rounded.
 """
 from typing import Any, NamedTuple
 

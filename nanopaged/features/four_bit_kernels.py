@@ -1,4 +1,4 @@
-"""Products with weights of 4 bits. Goes together with four_bits.py, which reads such weights and describes them.
+"""Products with weights of 4 bits, or of 8 in blocks. Goes together with four_bits.py, which reads and describes them.
 
 Few rows of x are bound by memory: one kernel reads codes and scales, and turns a tile of them into numbers in registers
 in front of the tensor cores (four_bit_codes.py). Many rows are bound by the tensor cores: a kernel turns the matrix

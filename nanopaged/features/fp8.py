@@ -77,8 +77,9 @@ def keeps_8_bits(quantization: str | None, dtype: str, config: model.ModelConfig
     if config.fp8 == "block" and not quantization:
         kind, size = pick_dtype(dtype, config.torch_dtype, devices[0]), matrices_size(config) / 2**30
         print(f"weights in FP8 blocks of 128 x 128 are converted to {str(kind).removeprefix('torch.')}: "
-              f"{size * kind.itemsize:.1f} GiB instead of {size:.1f} (quantization='fp8' cuts them to 8 bits again, "
-              "with a scale for each channel)", file=sys.stderr)
+              f"{size * kind.itemsize:.1f} GiB instead of {size:.1f} (they keep 8 bits on a GPU with Triton, without "
+              "tensor_parallel_size; quantization='fp8' cuts them again, with a scale for each channel)",
+              file=sys.stderr)
         return False
     c, is_able = config, all(map(has_fp8_products, devices))
     if num_ranks > 1:
