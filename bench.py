@@ -550,10 +550,12 @@ def turns(llm: LLM, seed: int) -> list[float]:
 
 
 def int4(limits: Card, quick: bool) -> None:
-    """Qwen3-8B's shape with matrices in 4 bits, beside bfloat16 in the same run; and its products by both ways."""
+    """Qwen3-8B's shape with matrices in 4 bits, and in FP8 blocks, beside bfloat16 in the same run; and their products
+    by both ways."""
     figures: dict[str, list[float]] = {}
-    for options in ({}, dict(quantization="int4")):
-        llm = random_llm(SHAPES["8B"], max_model_len=9000, **options)
+    blocks = dict(quantization_config=dict(quant_method="fp8", weight_block_size=[128, 128]))
+    for options, more in (({}, {}), (dict(quantization="int4"), {}), ({}, blocks)):
+        llm = random_llm(SHAPES["8B"] | more, max_model_len=9000, **options)
         size = sum(parameter.nbytes for parameter in llm.runner.model.parameters())
         figures.setdefault("weights|GB", []).append(size / 1e9)
         for batch in (1, 8, 64, 256):
@@ -562,27 +564,29 @@ def int4(limits: Card, quick: bool) -> None:
         prefill_rate(llm, 4, 8000)  # warm up
         figures.setdefault("prefill, 32 x 8,000|tokens/s", []).append(prefill_rate(llm, 32, 8000))
         del llm
-    for name, (plain, ours) in figures.items():
-        row(f"8B int4 {name.partition('|')[0]}", ours, name.partition("|")[2],
-            note=f"bfloat16 {_number(plain)}: {ours / plain:.3f} of it")
-    for name, (size_in, size_out) in dict(qkv_proj=(4096, 6144), gate_up_proj=(4096, 24576),
-                                          down_proj=(12288, 4096)).items():
+    for name, (plain, *others) in figures.items():
+        for kind, ours in zip(("int4", "FP8 blocks"), others):
+            row(f"8B {kind} {name.partition('|')[0]}", ours, name.partition("|")[2],
+                note=f"bfloat16 {_number(plain)}: {ours / plain:.3f} of it")
+    matrices = dict(qkv_proj=(4096, 6144), gate_up_proj=(4096, 24576), down_proj=(12288, 4096)).items()
+    for bits, (name, (size_in, size_out)) in itertools.product((4, 8), matrices):
         for num_rows in (1, 8, 16, 64, 128, 512, 8192):
-            us = product_us(size_in, size_out, num_rows)
-            row(f"8B {name}, {num_rows:,} rows, few-row kernel", us[0], "us",
+            us = product_us(size_in, size_out, num_rows, bits)
+            row(f"8B {name}{', FP8' * (bits == 8)}, {num_rows:,} rows, few-row kernel", us[0], "us",
                 note=f"widened {us[1]:.3g}, bfloat16 {us[2]:.3g}; at the memory's rate "
-                     f"{size_in * size_out * (0.5 + 2 / 128) / limits.copy * 1e6:.3g}")
+                     f"{size_in * size_out * (bits / 8 + bits / 2 / 128) / limits.copy * 1e6:.3g}")
 
 
-def product_us(size_in: int, size_out: int, num_rows: int) -> list[float]:
-    """Of a product with a matrix in 4 bits: by the kernel for few rows, with the matrix turned into 16 bits before; and
-    with a matrix in 16 bits. Copies of the matrix exceed the L2 cache."""
-    kernels, copies = feature("four_bit_kernels", "int4"), 1 + int(MORE_THAN_L2 // (size_in * size_out / 2))
+def product_us(size_in: int, size_out: int, num_rows: int, bits: int) -> list[float]:
+    """Of a product with a matrix in 4 bits, or in FP8 blocks: by the kernel for few rows, with the matrix turned into
+    16 bits before; and with a matrix in 16 bits. Copies of the matrix exceed the L2 cache."""
+    kernels, copies = feature("four_bit_kernels", "int4"), 1 + int(MORE_THAN_L2 // (size_in * size_out * bits / 8))
     make: Any = partial(torch.randn, device="cuda")
     x = make(num_rows, size_in, dtype=torch.bfloat16)
-    wide = [make(size_out, size_in, dtype=torch.bfloat16) for _ in range(1 + copies // 4)]
-    kept = [(torch.randint(256, (size_out, size_in // 2), dtype=torch.uint8, device="cuda"),
-             make(size_out, size_in // 128, dtype=torch.float16), None, None) for _ in range(copies)]
+    wide = [make(size_out, size_in, dtype=torch.bfloat16) for _ in range(1 + copies * bits // 16)]
+    codes, scale = (torch.uint8, torch.float16) if bits == 4 else (torch.float8_e4m3fn, torch.float32)
+    kept = [(torch.randint(256, (size_out, size_in * bits // 8), dtype=torch.uint8, device="cuda").view(codes),
+             make(size_out, size_in // 128, dtype=scale), None, None) for _ in range(copies)]
 
     def products(most: int) -> None:
         with patch.object(kernels, "MOST_ROWS", most):

@@ -46,6 +46,8 @@ def make_runners(options: Any, config: model.ModelConfig, path: Path,
         feature("kinds.recurrent", "a model with recurrent states").check(options)
     option = "tensor_parallel_size" if num_ranks > 1 else "data_parallel_size"
     devices = pick_devices(options.device, vars(options)[option], option)
+    if config.fp8 and feature("fp8", "a checkpoint in FP8").keeps_blocks(options, config, devices):
+        config.fp8, config.four_bits = None, "fp8"
     in_4_bits = config.four_bits or options.quantization == "int4"
     if config.fp8 and not in_4_bits or options.quantization == "fp8":
         fp8 = feature("fp8", "a checkpoint in FP8").keeps_8_bits(options.quantization, options.dtype, config, devices,

@@ -115,7 +115,9 @@ class GatedDeltaNet(StateLayer):
         c, m, s = config, modules, config.states
         channels, values = s["shapes"][0][1], s["v_heads"] * s["v_dim"]
         self.sizes = channels, values, s["v_heads"], s["v_heads"]
-        self.in_proj = m.linear(c.hidden_size, sum(self.sizes), bias=False)  # q, k, v; z; b; a
+        apart = sum(c.parts.get("in_proj_ba", {}).values())  # rows of b and a, where the others have few bits
+        self.in_proj = m.linear(c.hidden_size, sum(self.sizes) - apart, bias=False)  # q, k, v; z; b; a
+        self.in_proj_ba = m.linear(c.hidden_size, apart, bias=False) if apart else None
         self.conv = Convolution(channels, s["length"], bias=False)
         self.A_log, self.dt_bias = (nn.Parameter(torch.empty(s["v_heads"])) for _ in range(2))
         self.gated_norm = nn.Parameter(torch.empty(s["v_dim"]))
@@ -125,7 +127,11 @@ class GatedDeltaNet(StateLayer):
         s = self.config.states
         weights = Weights(self.conv.weight[:, 0], self.A_log, self.dt_bias, self.gated_norm, self.config.norm_eps,
                           s["k_heads"], s["v_heads"], s["k_dim"], s["v_dim"], s["length"])
-        qkv, z, b, a = self.in_proj(x).split(self.sizes, dim=1)
+        if self.in_proj_ba is None:
+            qkv, z, b, a = self.in_proj(x).split(self.sizes, dim=1)
+        else:
+            qkv, z = self.in_proj(x).split(self.sizes[:2], dim=1)
+            b, a = self.in_proj_ba(x).split(self.sizes[2:], dim=1)
         z = z.unflatten(1, (s["v_heads"], s["v_dim"]))
         mix_tokens = slots.kernels.gated_delta if slots.kernels else gated_delta
         return mix_tokens(qkv, z, b, a, weights, states, slots).flatten(1)

@@ -1,4 +1,4 @@
-"""How a tile of codes of 4 bits becomes a tile of numbers, and a product. Goes together with four_bits.py.
+"""How a tile of codes of 4 or 8 bits becomes a tile of numbers, and a product. Goes together with four_bits.py.
 
 A thread of a tensor core multiplies, of 16 neighbours in a row, 2t, 2t + 1, 8 + 2t and 9 + 2t, two of them in a
 register, where t is one of four threads. Codes lie so that no number changes its thread. 32 neighbours are four words
@@ -19,6 +19,10 @@ become two numbers at once:
                 that no number on the way is too large: 5 instructions with the factor
 
 Integers with one scale in a row of the tile are multiplied by it in the sums; others, and e2m1, as numbers.
+
+Codes of 8 bits, e4m3 in blocks, have the same tiles: 16 neighbours are four words of two pairs. The high byte of each
+half, masked and shifted: s 0 0 0 0 e e e e m m m 0 0 0 0. This is the number times 2^-120, also of a denormal one, and
+is multiplied by 2^120: 9 instructions for four numbers. Scales are multiplied by sums, so no number is rounded.
 """
 from typing import Any, NamedTuple
 
@@ -27,17 +31,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanopaged import kernel
+from nanopaged.device.pool import FP8
 from nanopaged.optional_triton import INTERPRETED, jit, launch_options, tl
 from nanopaged.tiles import cdiv
 
 COMPILED = tl.constexpr(not INTERPRETED)
-TILE = 128  # columns
+TILE = 128  # columns, which are those of a block of e4m3
 SUMS = tl.constexpr(2.0 ** 64)
 MOST_COLUMNS = tl.constexpr(32)  # of x; with more, scales are multiplied by numbers, because sums are more than these
 
 
 def order_codes(weight: Tensor) -> Tensor:
-    """From bytes of two neighbours, [.., in / 2], to words; zeros make the last ones whole."""
+    """From bytes of two neighbours, [.., in / 2], or e4m3, [.., in], to words; zeros make the last ones whole."""
+    if weight.dtype is FP8:
+        return F.pad(weight.view(torch.uint8), (0, -weight.shape[-1] % 16)).unflatten(-1, (-1, 2, 4, 2)).movedim(
+            -3, -1).flatten(-4).view(FP8)  # block, t, number, i
     weight = F.pad(weight, (0, -weight.shape[-1] % 16)).unflatten(-1, (-1, 4, 4))  # block, i, t
     low, high = ((weight >> shift & 15).transpose(-1, -2).unflatten(-1, (2, 2)) for shift in (0, 4))  # block, t, i
     halves = [part[..., 0] | part[..., 1] << 4 for part in (low, high)]
@@ -46,8 +54,15 @@ def order_codes(weight: Tensor) -> Tensor:
 
 def _instructions(kind: str) -> str:
     """From a word and its numbers' parameters: 8 numbers, those of pair i as 2 i and 2 i + 1. Parameters: of integers
-    what is added, and what is then multiplied (`int4` has no factor); of e2m1 the factors of pairs 0 and 1, 2 and 3."""
+    what is added, and what is then multiplied (`int4` has no factor); of e2m1 the factors of pairs 0 and 1, 2 and 3.
+    Of e4m3, which has no parameters, 4 numbers."""
     lines = [".reg .b32 word, pair, two, none; mov.b32 two, 0x40004000; mov.b32 none, 0x80008000;"]  # 2 and -0
+    if kind == "e4m3":
+        lines[0] = lines[0].replace("0x40004000", "0x7b807b80")  # 2^120
+        return "{" + " ".join(lines + [
+            f"{move}; shr.b32 pair, word, 4; and.b32 pair, pair, 0x07f007f0; lop3.b32 pair, word, 0x80008000, pair, "
+            f"0xea; fma.rn.bf16x2 pair, pair, two, none; mov.b32 {{${2 * i}, ${2 * i + 1}}}, pair;"
+            for i, move in enumerate(("shl.b32 word, $4, 8", "mov.b32 word, $4"))]) + "}"
     for i in range(4):
         if kind == "e2m1":
             mask, factor = ("0x00f000f0", "0x104") if i % 2 else ("0x000f000f", "0x1040")
@@ -62,7 +77,7 @@ def _instructions(kind: str) -> str:
     return "{" + " ".join(lines) + "}"
 
 
-INT4, SCALED_INT4, E2M1 = (tl.constexpr(_instructions(kind)) for kind in ("int4", "scaled int4", "e2m1"))
+INT4, SCALED_INT4, E2M1, E4M3 = (tl.constexpr(_instructions(kind)) for kind in ("int4", "scaled int4", "e2m1", "e4m3"))
 ONE, TWO = (tl.constexpr(",".join(["=h"] * 8 + ["r"] * count)) for count in (2, 3))  # parameters, beside the word
 
 
@@ -72,16 +87,17 @@ class Form(NamedTuple):
     num_groups: int
     has_zeros: bool = False
     has_row_scale: bool = False
+    codes: torch.dtype = torch.uint8  # or FP8
     order: Tensor | None = None
 
-    @property
-    def kind(self) -> str:
-        return kind_of(self.scale)
+    def num_bytes(self, size: int) -> int:
+        """Of a row of `size` columns, as `order_codes` returns it."""
+        return cdiv(size, 16) * 16 if self.codes is FP8 else cdiv(size, 32) * 16
 
 
-def kind_of(scale: torch.dtype) -> str:
+def kind_of(codes: torch.dtype, scale: torch.dtype) -> str:
     """What codes and scales mean. A scale of 8 bits goes with e2m1."""
-    return {torch.uint8: "mxfp4", torch.float8_e4m3fn: "nvfp4"}.get(scale, "int4")
+    return "fp8" if codes is FP8 else {torch.uint8: "mxfp4", torch.float8_e4m3fn: "nvfp4"}.get(scale, "int4")
 
 
 @jit
@@ -91,14 +107,15 @@ def products(x, exists, weight, scale, zero, row, first, PART: tl.constexpr, SIZ
     """Rows of a weight times rows of x, in float32: [ROWS, COLUMNS]. PART: how many neighbours are multiplied. x: where
     those of each column begin, and `exists`, both [1, COLUMNS]; row, first: rows of the weight, and where those in them
     begin, both [ROWS, 1]. Scales are too narrow for the loop's pipeline, so they are loaded one tile ahead."""
-    GROUP: tl.constexpr = SIZE // GROUPS if GROUPS > 1 else 2 ** 30
-    IN_SUMS: tl.constexpr = KIND == "int4" and GROUP >= TILE and x.shape[1] <= MOST_COLUMNS
+    GROUP: tl.constexpr = TILE if KIND == "fp8" else SIZE // GROUPS if GROUPS > 1 else 2 ** 30
+    IN_SUMS: tl.constexpr = KIND == "fp8" or KIND == "int4" and GROUP >= TILE and x.shape[1] <= MOST_COLUMNS
     # With one number in a row the compiler would bring the codes to another layout, through shared memory.
     COUNT: tl.constexpr = 2 if GROUP >= TILE else TILE // GROUP
-    BLOCKS: tl.constexpr = (SIZE + 31) // 32  # of a row
-    word, i = tl.arange(0, TILE // 8)[None, :], tl.arange(0, TILE)[:, None]
+    CODES: tl.constexpr = 4 if KIND == "fp8" else 8  # of a word
+    WORDS: tl.constexpr = (SIZE + 4 * CODES - 1) // (4 * CODES) * 4  # of a row
+    word, i = tl.arange(0, TILE // CODES)[None, :], tl.arange(0, TILE)[:, None]
     row, group = row.to(tl.int64), first // GROUP
-    at = weight.to(tl.pointer_type(tl.int32)) + row * (BLOCKS * 4) + first // 8 + word
+    at = weight.to(tl.pointer_type(tl.int32)) + row * WORDS + first // CODES + word
     scale, zero, x = scale + row * GROUPS, zero + row * GROUPS, x + i
     sums = tl.zeros([row.shape[0], x.shape[1]], tl.float32)
     factor = _load(scale, group, 0, GROUP, GROUPS, 1 if IN_SUMS else COUNT, TILE)
@@ -110,9 +127,9 @@ def products(x, exists, weight, scale, zero, row, first, PART: tl.constexpr, SIZ
     kernel.wait_for_previous_kernel(PDL)  # no weight depends on it
     for k in tl.range(0, PART, TILE, num_stages=STAGES, loop_unroll_factor=UNROLL):
         if PART % TILE == 0:
-            words, columns = tl.load(at + k // 8), tl.load(x + k, mask=exists, other=0.0)
+            words, columns = tl.load(at + k // CODES), tl.load(x + k, mask=exists, other=0.0)
         else:
-            words = tl.load(at + k // 8, mask=k // 8 + word < BLOCKS * 4, other=0)
+            words = tl.load(at + k // CODES, mask=k // CODES + word < WORDS, other=0)
             columns = tl.load(x + k, mask=exists & (k + i < PART), other=0.0)
         later = _load(scale, group, k + UNROLL * TILE, GROUP, GROUPS, 1 if IN_SUMS else COUNT, TILE)
         if IN_SUMS:
@@ -125,7 +142,7 @@ def products(x, exists, weight, scale, zero, row, first, PART: tl.constexpr, SIZ
         if ZEROS:
             later = _load(zero, group, k + UNROLL * TILE, GROUP, GROUPS, COUNT, TILE)
             shift, next_shift = (next_shift, later) if UNROLL == 2 else (later, later)
-    if COMPILED and x.dtype.element_ty == tl.bfloat16:
+    if COMPILED and x.dtype.element_ty == tl.bfloat16 and KIND != "fp8":
         sums *= 0.5 if KIND == "int4" else SUMS
     return sums
 
@@ -145,6 +162,9 @@ def _numbers(words, factor, shift, GROUP: tl.constexpr, KIND: tl.constexpr, ZERO
     [ROWS, COUNT], or None; shift: zeros [ROWS, COUNT]"""
     if not COMPILED or dtype != tl.bfloat16:
         return numbers(words, factor, shift, KIND, ZEROS, TILE).to(dtype)
+    elif KIND == "fp8":
+        return _bytes_in_order(tl.inline_asm_elementwise(E4M3, "=h,=h,=h,=h,r", [words], dtype=(tl.bfloat16,) * 4,
+                                                         is_pure=True, pack=1))
     elif KIND == "int4":
         minus = tl.full(words.shape, -0x3C773C78, tl.int32)  # -272, twice
         if ZEROS:
@@ -169,9 +189,14 @@ def _numbers(words, factor, shift, GROUP: tl.constexpr, KIND: tl.constexpr, ZERO
 @jit
 def numbers(words, factor, shift, KIND: tl.constexpr, ZEROS: tl.constexpr, TILE: tl.constexpr):
     """The same for every type and device, in float32."""
-    code = _in_order((words & 15, words >> 16 & 15, words >> 4 & 15, words >> 20 & 15, words >> 8 & 15,
-                      words >> 24 & 15, words >> 12 & 15, words >> 28 & 15))
-    if KIND == "int4":
+    if KIND == "fp8":
+        code = _bytes_in_order((words & 255, words >> 16 & 255, words >> 8 & 255, words >> 24 & 255))
+    else:
+        code = _in_order((words & 15, words >> 16 & 15, words >> 4 & 15, words >> 20 & 15, words >> 8 & 15,
+                          words >> 24 & 15, words >> 12 & 15, words >> 28 & 15))
+    if KIND == "fp8":
+        y = tl.where(code > 127, -_of_scale(code, "nvfp4"), _of_scale(code, "nvfp4"))
+    elif KIND == "int4":
         y = code.to(tl.float32)
         y -= _spread(shift.to(tl.float32), TILE) if ZEROS else 8.0
     else:
@@ -188,6 +213,16 @@ def _in_order(pairs):
     ROWS: tl.constexpr = a.shape[0]
     BLOCKS: tl.constexpr = a.shape[1] // 4
     return x.reshape(ROWS, BLOCKS, 4, 4, 2).permute(0, 1, 3, 2, 4).reshape(ROWS, BLOCKS * 32)  # block, t, i, number
+
+
+@jit
+def _bytes_in_order(pairs):
+    """The same of pairs 0 and 1 of words of four codes."""
+    a, b, c, d = pairs
+    x = tl.join(tl.join(a, c), tl.join(b, d))
+    ROWS: tl.constexpr = a.shape[0]
+    BLOCKS: tl.constexpr = a.shape[1] // 4
+    return x.reshape(ROWS, BLOCKS, 4, 2, 2).permute(0, 1, 3, 2, 4).reshape(ROWS, BLOCKS * 16)
 
 
 @jit
@@ -235,16 +270,16 @@ def widen(size: int, dtype: torch.dtype, weight: Tensor, scale: Tensor, zero: Te
 def empty_matrix(size: int, form: Form, device: torch.device) -> list[Tensor | None]:
     """For a warm-up: a weight of no rows with `size` columns, and what is kept beside it."""
     return [torch.empty(0, columns, dtype=kind, device=device) if kind else None for columns, kind in (
-        (cdiv(size, 32) * 16, torch.uint8), (form.num_groups, form.scale),
+        (form.num_bytes(size), form.codes), (form.num_groups, form.scale),
         (form.num_groups, form.has_zeros and torch.uint8), (1, form.has_row_scale and torch.float32))]
 
 
 def arguments(size: int, weight: Tensor, scale: Tensor, zero: Tensor | None,
               row_scale: Tensor | None) -> dict[str, Any]:
     """Of a kernel."""
-    return dict(weight=weight, scale=scale.view(torch.uint8) if scale.itemsize == 1 else scale,
+    return dict(weight=weight.view(torch.uint8), scale=scale.view(torch.uint8) if scale.itemsize == 1 else scale,
                 zero=weight if zero is None else zero, row_scale=weight if row_scale is None else row_scale,
-                SIZE=size, GROUPS=scale.shape[-1], KIND=kind_of(scale.dtype),
+                SIZE=size, GROUPS=scale.shape[-1], KIND=kind_of(weight.dtype, scale.dtype),
                 ZEROS=zero is not None, ROW_SCALE=row_scale is not None)
 
 
@@ -253,12 +288,13 @@ def widen_kernel(weight, scale, zero, row_scale, out, num_out, SIZE: tl.constexp
                  KIND: tl.constexpr, ZEROS: tl.constexpr, ROW_SCALE: tl.constexpr, ROWS: tl.constexpr,
                  TILE: tl.constexpr, PDL: tl.constexpr):
     """Grid (ROWS rows, TILE columns). Waits before it writes: the previous product may still read `out`."""
-    GROUP: tl.constexpr = SIZE // GROUPS if GROUPS > 1 else 2 ** 30
+    GROUP: tl.constexpr = TILE if KIND == "fp8" else SIZE // GROUPS if GROUPS > 1 else 2 ** 30
     COUNT: tl.constexpr = 1 if GROUP >= TILE else TILE // GROUP
-    WORDS: tl.constexpr = (SIZE + 31) // 32 * 4  # of a row
+    CODES: tl.constexpr = 4 if KIND == "fp8" else 8  # of a word
+    WORDS: tl.constexpr = (SIZE + 4 * CODES - 1) // (4 * CODES) * 4  # of a row
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * TILE + tl.arange(0, TILE)
-    source, word = tl.minimum(row, num_out - 1).to(tl.int64)[:, None], tl.program_id(1) * (TILE // 8)
-    word += tl.arange(0, TILE // 8)[None, :]
+    source, word = tl.minimum(row, num_out - 1).to(tl.int64)[:, None], tl.program_id(1) * (TILE // CODES)
+    word += tl.arange(0, TILE // CODES)[None, :]
     words = tl.load(weight.to(tl.pointer_type(tl.int32)) + source * WORDS + word, mask=word < WORDS, other=0)
     group = tl.full([1, 1], tl.program_id(1) * TILE // GROUP, tl.int32)
     factor = _load(scale + source * GROUPS, group, 0, GROUP, GROUPS, COUNT, TILE)

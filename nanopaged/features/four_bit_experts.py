@@ -1,4 +1,5 @@
-"""Products of experts that keep 4 bits. Goes together with four_bits.py, which reads and describes them.
+"""Products of experts that keep 4 bits, or 8 in blocks. Goes together with four_bits.py, which reads and describes
+them.
 
 **Few tokens for each expert** are bound by memory: experts_kernel of fused_experts.py makes numbers of codes in its
 loop (four_bit_codes.py). **Many tokens** are bound by the tensor cores, and each weight would be converted for many

@@ -1,4 +1,4 @@
-"""Products with weights of 4 bits. Goes together with four_bits.py, which reads such weights and describes them.
+"""Products with weights of 4 bits, or of 8 in blocks. Goes together with four_bits.py, which reads and describes them.
 
 Few rows of x are bound by memory: one kernel reads codes and scales, and turns a tile of them into numbers in registers
 in front of the tensor cores (four_bit_codes.py). Many rows are bound by the tensor cores: a kernel turns the matrix
@@ -34,7 +34,7 @@ class Linear4(model.Linear):
         def parameter(columns: int, kind: torch.dtype) -> nn.Parameter:
             return nn.Parameter(torch.empty(size_out, columns, dtype=kind), requires_grad=False)
 
-        self.weight, self.scale = parameter(cdiv(size_in, 32) * 16, torch.uint8), parameter(form.num_groups, form.scale)
+        self.weight, self.scale = parameter(form.num_bytes(size_in), form.codes), parameter(form.num_groups, form.scale)
         self.zero = parameter(form.num_groups, torch.uint8) if form.has_zeros else None
         self.row_scale = parameter(1, torch.float32) if form.has_row_scale else None
 

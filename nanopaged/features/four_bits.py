@@ -19,6 +19,9 @@ Checkpoints have this in many formats, and all become one layout while they are 
 A GPU keeps this, and four_bit_kernels.py computes the products. Elsewhere weights become numbers of the engine's type
 while they are read (`widen`). The tensors themselves tell which matrices have 4 bits, and how large groups are, so
 config.json's lists of layers are not read. Activations keep the engine's type.
+
+Matrices in FP8 with scales of blocks of 128 x 128 go the same way: weight [out, in] e4m3, and scale [out, in / 128]
+float32, in which a block's scale stands for each of its rows, so that rows of any number are merged. (fp8.py)
 """
 import itertools
 import re
@@ -33,10 +36,12 @@ from torch import Tensor, nn
 
 from nanopaged import model
 from nanopaged.device.choices import pick_dtype
-from nanopaged.features.four_bit_codes import Form, order_codes
+from nanopaged.device.pool import FP8
+from nanopaged.features.four_bit_codes import TILE, Form, order_codes
 from nanopaged.features.four_bit_experts import PRODUCTS
 from nanopaged.features.four_bit_kernels import MLP4, ExpertsMLP4, Linear4, SplitLinear4
 from nanopaged.optional_triton import triton
+from nanopaged.options import feature
 from nanopaged.tiles import cdiv
 from nanopaged.weights.build import PREFIXES, checkpoint_tensors, modules_for, unmerge
 from nanopaged.weights.checkpoint import read_tensors
@@ -143,7 +148,8 @@ class Plan:
         if config.transposed:
             raise ValueError("a model whose matrices are stored as [in, out] (GPT-2) is not supported in 4 bits")
         self.config, self.is_cut, self.linears = config, path is None, list[model.Linear]()
-        self.stored, self.others = read_stored(path) if path else ({}, [])
+        self.codes = FP8 if config.four_bits == "fp8" else torch.uint8
+        self.stored, self.others = read_stored(path, self.codes) if path else ({}, [])
         self.residual = list[bool]()  # whether a Linear's result is added to the residual stream
         plain = model.PLAIN._replace(linear=self.record, residual_linear=partial(self.record, residual=True))
         with torch.device("meta"):
@@ -156,13 +162,19 @@ class Plan:
         self.matrices = {name: describe(name, one, config.four_bits) for name, one in self.stored.items()}
         self.origins = {bare(part): name for name, one in self.matrices.items() for part, _ in unmerge(
             [(f"{name}.weight", torch.empty(one[:2], device="meta"))], config)}  # a part -> the matrix that it is in
+        there = {bare(theirs) for name, one in whole.named_parameters() for theirs in checkpoint_tensors(
+            name, one, config)} | {"lm_head"}  # and no vision tower, or layers that predict several tokens
+        used = {origin for part, origin in self.origins.items() if part in there}
+        self.stored, self.matrices = ({name: one for name, one in of.items() if name in used} for of in (
+            self.stored, self.matrices))
         for path, linear in zip(self.paths, self.linears) if self.is_cut else ():
             if not path:
                 continue
             size_out, size_in = linear.weight.shape
             group = next((group for group in CUT_GROUPS if not size_in % group), None)
-            if group:
-                self.matrices[path] = Matrix(size_out, size_in, Form(torch.float16, size_in // group))
+            if group or self.codes is FP8:
+                form = fp8_form(size_in) if self.codes is FP8 else Form(torch.float16, size_in // group)
+                self.matrices[path] = Matrix(size_out, size_in, form)
                 self.origins.update(dict.fromkeys(parts[path], path))
         self.forms = {path: self.common_form(names) if is_able else None for path, names in parts.items()}
         experts = [path for path in self.paths if ".experts." in path]
@@ -197,17 +209,19 @@ class Plan:
         if self.is_cut and not self.matrices:
             raise ValueError(f"quantization 'int4' cuts rows in groups of {CUT_GROUPS[-1]} numbers or more, and no "
                              "matrix of this model has such rows; leave it out")
-        if self.is_cut:
+        if self.is_cut and self.codes is not FP8:
             groups = sorted({one.size_in // one.form.num_groups for one in self.matrices.values()})
             print(f"matrices of the layers are cut to 4 bits, in groups of {' and '.join(map(str, groups))}; "
                   f"embeddings, lm_head{', router' * bool(self.config.experts)} are not", file=sys.stderr)
         if wide := {name: one for name, one in self.matrices.items() if name not in self.kept}:
             numbers = sum(one.size_out * one.size_in for one in wide.values())
             size = sum(one.size_out * one.form.num_groups * one.form.scale.itemsize for one in wide.values())
-            print(f"{len(wide)} matrices in 4 bits are converted to {kind}, the first being {min(wide)}: "
-                  f"{numbers * itemsize / 2**30:.1f} GiB instead of {(numbers / 2 + size) / 2**30:.1f} (4 bits are "
-                  "kept on a GPU with Triton, by experts without enforce_eager; and not by q, k and v, gate and up, or "
-                  "a layer's experts, whose groups or orders of columns differ)", file=sys.stderr)
+            bits = 8 if self.codes is FP8 else 4
+            print(f"{len(wide)} matrices in {bits} bits are converted to {kind}, the first being {min(wide)}: "
+                  f"{numbers * itemsize / 2**30:.1f} GiB instead of {(numbers * bits / 8 + size) / 2**30:.1f} ({bits} "
+                  "bits are kept on a GPU with Triton, by experts without enforce_eager; and not by matrices that are "
+                  "merged, such as q, k and v, or by a layer's experts, if bits, groups or orders of columns differ)",
+                  file=sys.stderr)
 
     def read(self, tensors: Iterable[tuple[str, Tensor]], device: torch.device) -> Iterator[tuple[str, Tensor]]:
         """The model's tensors. tensors: ordinary ones, which are cut if nothing is stored"""
@@ -215,13 +229,22 @@ class Plan:
             origin = self.origins.get(bare(name)) if self.is_cut and name.endswith(".weight") else None
             if origin:
                 one = self.matrices[origin]
-                parts = cut_int4(tensor.to(device), one.size_in // one.form.num_groups)
+                if self.codes is FP8:
+                    weight, scale = feature("fp8", "a model in FP8").quantize(tensor.to(device))
+                    parts = weight, scale.expand(-1, one.form.num_groups)
+                else:
+                    parts = cut_int4(tensor.to(device), one.size_in // one.form.num_groups)
                 yield from self.given(name, origin, dict(zip(("weight", "scale"), parts)))
             else:
                 yield name, tensor
         for name, parts in self.stored.items():
-            parts = turn({end: part.to(device) for end, part in parts.items()}, self.matrices[name].form,
-                         self.config.four_bits)
+            parts = {end: part.to(device) for end, part in parts.items()}
+            if self.codes is FP8:
+                scale = feature("fp8", "a checkpoint in FP8").scale_of_rows(f"{name}.weight", parts["weight"],
+                                                                            parts["weight_scale"])
+                parts = dict(weight=parts["weight"], scale=scale.expand(-1, self.matrices[name].form.num_groups))
+            else:
+                parts = turn(parts, self.matrices[name].form, self.config.four_bits)
             yield from self.given(f"{name}.weight", name, parts)
         self.stored, self.others = {}, []  # or files stay mapped
 
@@ -260,16 +283,17 @@ def bare(name: str) -> str:
 # Formats
 # --------------------------------------------------------------------------------------------------
 
-def read_stored(path: Path) -> tuple[dict[str, Parts], list[tuple[str, Tensor]]]:
-    """The matrices in 4 bits, and the other tensors, as views of the mapped files. ValueError for numbers of 8 bits."""
+def read_stored(path: Path, codes: torch.dtype) -> tuple[dict[str, Parts], list[tuple[str, Tensor]]]:
+    """The matrices in 4 bits, or in FP8, and the other tensors, as views of the mapped files. codes: the type of
+    matrices that are stored as "weight". ValueError for other numbers of 8 bits."""
     stored, others = dict[str, Parts](), list[tuple[str, Tensor]]()
     for name, tensor in read_tensors(path):
-        owner, _, end = name.rpartition(".")
-        if end in (*CODES[:2], *BESIDE) or end == "weight" and tensor.dtype is torch.uint8:
+        owner, _, end = name.removesuffix("_inv").rpartition(".")
+        if end in (*CODES[:2], *BESIDE) or end == "weight" and tensor.dtype is codes and tensor.dim() == 2:
             stored.setdefault(owner, {})[end] = tensor
         elif end == "weight" and tensor.itemsize == 1:
-            raise ValueError(f"tensor {name} has the type {tensor.dtype}; beside matrices in 4 bits only numbers of 16 "
-                             "and 32 bits can be read")
+            raise ValueError(f"tensor {name} {list(tensor.shape)} has the type {tensor.dtype}; beside matrices of "
+                             f"{codes} only numbers of 16 and 32 bits can be read")
         else:
             others.append((name, tensor))
     return stored, others
@@ -278,10 +302,12 @@ def read_stored(path: Path) -> tuple[dict[str, Parts], list[tuple[str, Tensor]]]
 def describe(name: str, parts: Parts, method: str | None) -> Matrix:
     """ValueError: a tensor is missing, or they do not fit together."""
     needed = ["scales", "qzeros"] if method in EIGHTS else ["weight_scale", *["weight_scale_2"] * (method == "nvfp4")]
-    needed.insert(0, next((end for end in CODES if end in parts), CODES[0]))
+    needed.insert(0, next((end for end in CODES if end in parts), CODES[2 if method == "fp8" else 0]))
     if absent := [end for end in needed if end not in parts]:
         raise ValueError(f"the checkpoint has {name}.{min(parts)} and lacks {name}.{absent[0]}; fetch it again")
     codes, scale, per_number = parts[needed[0]], parts[needed[1]], parts[needed[0]].itemsize * 2
+    if method == "fp8":
+        return Matrix(*codes.shape, fp8_form(codes.shape[1]))
     size_out, size_in = len(codes), codes.shape[1] * per_number
     if method in EIGHTS:  # stored as [in, out]
         size_out, size_in = (size_in, size_out) if method == "awq" else (codes.shape[1], size_out * per_number)
@@ -309,7 +335,11 @@ def describe(name: str, parts: Parts, method: str | None) -> Matrix:
             raise ValueError(f"the groups of {name}.g_idx have not {group} columns each; fetch the checkpoint again")
     has_zeros = zeros is not None and not (method in EIGHTS and bool((zeros == EIGHTS[method]).all()))
     kind = torch.uint8 if scale.dtype is torch.float8_e8m0fnu else scale.dtype
-    return Matrix(size_out, size_in, Form(kind, num_groups, has_zeros, bool(row_scales), order))
+    return Matrix(size_out, size_in, Form(kind, num_groups, has_zeros, bool(row_scales), order=order))
+
+
+def fp8_form(size_in: int) -> Form:
+    return Form(torch.float32, cdiv(size_in, TILE), codes=FP8)
 
 
 def turn(parts: Parts, form: Form, method: str | None) -> Parts:
@@ -398,6 +428,8 @@ def as_tensors(name: str, weight: Tensor, scale: Tensor) -> list[tuple[str, Tens
 
 def widen(weight: Tensor, scale: Tensor, zero: Tensor | None = None, row_scale: Tensor | None = None) -> Tensor:
     """The matrix in float32, [.., in]."""
+    if weight.dtype is FP8:
+        return weight.float() * scale.repeat_interleave(TILE, -1)[..., :weight.shape[-1]]
     is_integer = scale.is_floating_point() and scale.itemsize > 1
     table = torch.arange(-8.0, 8.0) if is_integer else torch.tensor(E2M1 + [-number for number in E2M1])
     numbers = table.to(weight.device)[unpack(weight).int()].unflatten(-1, (scale.shape[-1], -1))

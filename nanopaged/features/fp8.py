@@ -6,8 +6,9 @@ weights are FP8, so config.json's lists of layers are not read. Nor are the scal
 activation_scale): activations have the engine's type, or 8 bits with a scale for each token.
 
 On a card with 8-bit products (`keeps_8_bits`) matrices keep their 8 bits, and the tensor `scale` [out, 1] has a row
-for each row of the weight: both are merged, and split over GPUs, by the same rows. Elsewhere, in embeddings and
-lm_head, and where blocks of 128 x 128 have scales, each weight is multiplied by its scale while it is read.
+for each row of the weight: both are merged, and split over GPUs, by the same rows. Where blocks of 128 x 128 have
+scales, four_bits.py keeps the bits, on one GPU (`keeps_blocks`). Elsewhere, and in embeddings and lm_head, each weight
+is multiplied by its scale while it is read.
 """
 import re
 import sys
@@ -24,6 +25,7 @@ from nanopaged import kernel, model, tiles
 from nanopaged.device.choices import pick_dtype
 from nanopaged.device.pool import FP8
 from nanopaged.optional_triton import jit, launch_options, tl, triton
+from nanopaged.options import default_feature
 from nanopaged.tiles import cdiv
 from nanopaged.weights.build import PREFIXES, modules_for
 from nanopaged.weights.checkpoint import read_tensors
@@ -61,6 +63,13 @@ def read_form(quantization: Any) -> str:
     return "block" if "block" in strategies else "channel"
 
 
+def keeps_blocks(options: Any, config: model.ModelConfig, devices: list[torch.device]) -> bool:
+    """Whether four_bits.py reads the checkpoint, and matrices in blocks stay as they are stored."""
+    is_able = config.fp8 == "block" and not options.quantization and options.tensor_parallel_size == 1
+    four_bits = is_able and default_feature("four_bits", "a matrix in FP8 blocks, which is converted,")
+    return bool(four_bits) and all(map(four_bits.has_products, devices))
+
+
 def keeps_8_bits(quantization: str | None, dtype: str, config: model.ModelConfig, devices: list[torch.device],
                  num_ranks: int) -> bool:
     """Whether matrices are kept in FP8, with a scale for each channel, and not in the engine's type, which a warning
@@ -68,8 +77,9 @@ def keeps_8_bits(quantization: str | None, dtype: str, config: model.ModelConfig
     if config.fp8 == "block" and not quantization:
         kind, size = pick_dtype(dtype, config.torch_dtype, devices[0]), matrices_size(config) / 2**30
         print(f"weights in FP8 blocks of 128 x 128 are converted to {str(kind).removeprefix('torch.')}: "
-              f"{size * kind.itemsize:.1f} GiB instead of {size:.1f} (quantization='fp8' cuts them to 8 bits again, "
-              "with a scale for each channel)", file=sys.stderr)
+              f"{size * kind.itemsize:.1f} GiB instead of {size:.1f} (they keep 8 bits on a GPU with Triton, without "
+              "tensor_parallel_size; quantization='fp8' cuts them again, with a scale for each channel)",
+              file=sys.stderr)
         return False
     c, is_able = config, all(map(has_fp8_products, devices))
     if num_ranks > 1:

@@ -98,7 +98,7 @@ def experts_form(num_rows: int, top_k: int, count: int, gated: bool, dtype: torc
     memory, and one of many for the tensor cores. (H200, Qwen3-30B-A3B's shape)"""
     if four_bits and not four_bits.are_many(num_rows, top_k, count):
         return four_bits.experts_form(num_rows, top_k, count, gated, shared_memory)
-    dtype = torch.bfloat16 if dtype is torch.uint8 else dtype  # in 16 bits then
+    dtype = torch.bfloat16 if four_bits else dtype  # widened then
     mean, is_large = num_rows * top_k / count, dtype.itemsize <= 2 and shared_memory > tiles.LARGE_SHARED_MEMORY
     most = 128 if is_large and mean >= 128 else 64
     columns = 8 if num_rows <= 8 else min(most, max(16, tiles.next_power_of_2(int(2 * mean))))
@@ -161,13 +161,14 @@ def experts_product(x: Tensor, weight: Tensor, scores: Tensor, counts: Tensor, p
         weight, scale, four_bits = four_bits.widen(x.shape[1], x.dtype, weight, *scale), None, None
     memory = tiles.shared_memory(x.device)
     form = experts_form(num_rows, top_k, count, activation != "", weight.dtype, memory, four_bits)
-    x, x_scale = fused.quantize_rows(x) if weight.dtype is FP8 else (x, x)
+    x, x_scale = fused.quantize_rows(x) if weight.dtype is FP8 and not four_bits else (x, x)
     # An expert has at most num_rows pairs, and all together have top_k * num_rows.
     num_tiles = min(top_k * num_rows, count) + (num_rows > form["COLUMNS"]) * top_k * num_rows // form["COLUMNS"]
     zero, row_scale, kept = None, None, dict(GROUPS=1, KIND="")
     if four_bits:
         scale, zero, row_scale = scale
-        kept = dict(GROUPS=scale.shape[-1], KIND=four_bits.kind_of(scale.dtype))
+        kept = dict(GROUPS=scale.shape[-1], KIND=four_bits.kind_of(weight.dtype, scale.dtype))
+        weight = weight.view(torch.uint8)
         scale = scale.view(torch.uint8) if scale.itemsize == 1 else scale
     experts_kernel[(cdiv(out.shape[-1], form["ROWS"]), num_tiles)](
         x, x_scale, weight, x if scale is None else scale, zero, row_scale, bias, scores, out, counts, pairs, num_rows,

@@ -118,8 +118,10 @@ def qwen3_5(hf: dict[str, Any], **switches: Any) -> model.ModelConfig:
     gates = slice(1, 2 * config.num_heads, 2)
     config.parts = {
         "qkv_proj": dict(q_proj=2 * q, k_proj=kv, v_proj=kv),
-        "in_proj": dict(in_proj_qkv=channels, in_proj_z=values, in_proj_b=states["v_heads"],
-                        in_proj_a=states["v_heads"])}
+        "in_proj": dict(in_proj_qkv=channels, in_proj_z=values),
+        "in_proj_ba": dict(in_proj_b=states["v_heads"], in_proj_a=states["v_heads"])}
+    if not hf.get("quantization_config"):  # with one, b and a may have more bits than q, k, v and z
+        config.parts["in_proj"] |= config.parts.pop("in_proj_ba")
     config.orders = {"qkv_proj": torch.cat([
         heads[:2 * config.num_heads:2], heads[2 * config.num_heads:], heads[gates]]).flatten().tolist()}
     return config
@@ -147,13 +149,18 @@ def qwen3_next(hf: dict[str, Any]) -> model.ModelConfig:
         dense_layers=[i for i in range(families.check_size("num_layers", num_layers))
                       if i in dense or (i + 1) % hf.get("decoder_sparse_step", 1)])
     config.names |= {name: f"linear_attn.{name}" for name in ("in_proj_qkvz", "in_proj_ba")}
-    *_, b, _ = sizes = list(config.parts["in_proj"].values())
-    config.parts["in_proj"] = dict(in_proj_qkvz=sum(sizes) - 2 * b, in_proj_ba=2 * b)
+    *_, b, _ = sizes = [size for module, of in config.parts.items() if "in_proj" in module for size in of.values()]
+    apart, qkvz, ba = "in_proj_ba" in config.parts, dict(in_proj_qkvz=sum(sizes) - 2 * b), dict(in_proj_ba=2 * b)
+    config.parts |= dict(in_proj=qkvz, in_proj_ba=ba) if apart else dict(in_proj=qkvz | ba)
     if s := config.states:
         group = s["v_heads"] // s["k_heads"]
         rows = torch.arange(sum(sizes))
         qkvz, ba = (part.view(s["k_heads"], -1) for part in rows.split([sum(sizes) - 2 * b, 2 * b]))
         parts = [*qkvz.split([s["k_dim"], s["k_dim"], group * s["v_dim"], group * s["v_dim"]], dim=1),
                  *ba.split(group, dim=1)]
-        config.orders["in_proj"] = torch.cat([part.flatten() for part in parts]).tolist()
+        order = torch.cat([part.flatten() for part in parts])
+        count = len(order) - 2 * b * apart
+        config.orders["in_proj"] = order[:count].tolist()
+        if apart:
+            config.orders["in_proj_ba"] = (order[count:] - count).tolist()
     return config

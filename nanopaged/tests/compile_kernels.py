@@ -165,9 +165,10 @@ def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
     keeps = (capability // 10, capability % 10) >= four_bits.LEAST_CAPABILITY.get(dtype, (99, 0))
     for act, num_tokens in itertools.product(("swigluoai", ""), (1, 64)) if keeps else ():
         yield partial(experts, capability, dtype, act, num_tokens, "mxfp4", routed | dict(bias=f"*{TYPES[dtype]}"))
-    for kind, act in itertools.product(("int4", "nvfp4"), ("silu", "")) if keeps else ():
+    for kind, act in itertools.product(("int4", "nvfp4", "fp8"), ("silu", "")) if keeps else ():
         yield partial(experts, capability, dtype, act, 1, kind, routed)
-    for kind, group, scale in (("int4", 128, f"*{TYPES[dtype]}"), ("nvfp4", 16, "*u8"), ("mxfp4", 32, "*u8")):
+    for kind, group, scale in (("int4", 128, f"*{TYPES[dtype]}"), ("nvfp4", 16, "*u8"), ("mxfp4", 32, "*u8"),
+                               ("fp8", 128, "*fp32")):
         yield from (partial(in_4_bits, capability, dtype, kind, group, scale, rows) for rows in (
             (1, 64, 256, 8192) if dtype.itemsize == 2 else (8192,)))
     route = dict(EXPERTS=40, COLUMNS=48, PADDED=64, TOP_K=6, CHOICES=8, NORMALIZED=True, COUNT=4)
@@ -199,7 +200,7 @@ def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
 
 
 def in_4_bits(capability: int, dtype: torch.dtype, kind: str, group: int, scale: str, num_rows: int):
-    """A product with a matrix in 4 bits. Gated, integers have zeros."""
+    """A product with a matrix in 4 bits, or in FP8 blocks. Gated, integers have zeros."""
     memory, is_int = SHARED_MEMORY[capability] * 1024, kind == "int4"
     constants = dict(SIZE=12288, GROUPS=12288 // group, KIND=kind, ZEROS=is_int, ROW_SCALE=kind == "nvfp4")
     types = dict(weight="*u8", scale=scale, zero="*u8", row_scale="*fp32")
@@ -224,12 +225,12 @@ def experts(capability: int, dtype: torch.dtype, act: str, num_tokens: int, kind
                                       four_bit_experts.PRODUCTS if given else None)
     pointers = dict.fromkeys(("x_scale", "scale"), in_type)
     if given:
-        pointers |= dict(weight="*u8", scale=in_type if kind == "int4" else "*u8")
+        pointers |= dict(weight="*u8", scale={"int4": in_type, "fp8": "*fp32"}.get(kind, "*u8"))
         pointers |= {"int4": dict(zero="*u8"), "nvfp4": dict(row_scale="*fp32")}.get(kind, {})
     elif kind is torch.float8_e4m3fn:
         pointers = dict(x="*fp8e4nv", weight="*fp8e4nv", x_scale="*fp32", scale="*fp32")
     warps, pointers = form.pop("num_warps"), pointers | types
-    constants = sizes | form | dict(GROUPS=1536 // 32, KIND=kind if given else "",
+    constants = sizes | form | dict(GROUPS=1536 // (128 if kind == "fp8" else 32), KIND=kind if given else "",
                                     **dict.fromkeys({"bias", "zero", "row_scale"} - pointers.keys()))
     compiled = compile_kernel(fused_experts.experts_kernel, constants, dtype, capability, warps, **pointers)
     assert compiled.metadata.shared <= memory, (compiled.metadata.shared, form)

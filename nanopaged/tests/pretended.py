@@ -87,6 +87,9 @@ class PlainKernels:
 
 def widen_words(weight, scale, zero=None, row_scale=None, size=None):
     """`four_bit_codes.widen` in plain torch, in float32."""
+    if weight.dtype is torch.float8_e4m3fn:  # block, word, number, half
+        codes = weight.view(torch.uint8).unflatten(-1, (-1, 4, 2, 2)).movedim(-1, -3).flatten(-4)[..., :size]
+        return in_four_bits.widen(codes.view(weight.dtype), scale)
     shifts = torch.arange(0, 16, 4, device=weight.device)[:, None, None] + torch.tensor([0, 16], device=weight.device)
     codes = weight.view(torch.int32).unflatten(-1, (-1, 1, 4, 1)) >> shifts & 15  # block, pair, word, half
     return in_four_bits.widen(in_four_bits.pack(codes.byte().flatten(-4)[..., :size]), scale, zero, row_scale)

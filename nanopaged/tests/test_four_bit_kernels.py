@@ -175,7 +175,7 @@ def test_symmetric_gptq_has_no_zeros():
     ("compressed", "down_proj.weight_packed", lambda x: {"weight_packed": x.repeat(1, 2)}, "of a matrix of 64 x 96"),
     ("compressed-asym", "down_proj.weight_scale", lambda x: {"weight_scale": x[:, :2]}, "has 2 scales for 96 columns"),
     ("gptq", "o_proj.g_idx", lambda x: {"g_idx": x * 0}, "the groups of model.layers.0.self_attn.o_proj.g_idx have n"),
-    ("mxfp4", "lm_head.weight", lambda x: {"weight": x.to(torch.float8_e4m3fn)}, "tensor lm_head.weight has the type")])
+    ("mxfp4", "lm_head.weight", lambda x: {"weight": x.to(torch.float8_e4m3fn)}, "tensor lm_head.weight .* has the ")])
 def test_tensors_that_do_not_fit(variant, end, change, sentence, tmp_path):
     path = rewritten(tmp_path, f"int4/{variant}", lambda tensors: {
         new: one for name, tensor in tensors.items() for new, one in (
@@ -263,7 +263,12 @@ def test_integers_that_4_bits_have_stay():
 # ---- Products
 
 def random_matrix(size_out: int, size_in: int, kind: str, group: int, dtype: torch.dtype) -> list[Tensor | None]:
-    shape, zero = (size_out, size_in // group), None
+    shape, zero = (size_out, math.ceil(size_in / group)), None
+    if kind == "fp8":  # zeros, denormal numbers and negative ones among them
+        codes = torch.randint(256, (size_out, size_in)).byte()
+        codes[codes & 127 == 127] = 3  # is no number
+        scale = torch.rand(math.ceil(size_out / 128), shape[1]).repeat_interleave(128, 0)[:size_out] / 256
+        return [codes.view(torch.float8_e4m3fn).to(DEVICE), scale.to(DEVICE), None, None]
     if kind == "mxfp4":
         scale, row_scale = torch.randint(118, 124, shape).byte(), None
     elif kind == "nvfp4":
@@ -287,7 +292,9 @@ def in_order(weight: Tensor, *others: Tensor | None) -> list[Tensor | None]:
     (2, 72, 192, "zeros", 64, True, ("silu", True), 1), (1, 32, 512, "zeros", 128, False, (), 4),
     (5, 40, 160, "nvfp4", 16, False, ("gelu_new", False), 1), (2, 68, 96, "nvfp4", 16, True, ("silu", True), 1),
     (17, 34, 160, "mxfp4", 32, False, (), 1), (65, 40, 96, "int4", 32, True, (), 1),
-    (70, 40, 96, "nvfp4", 16, False, (), 1)])
+    (1, 140, 256, "fp8", 128, True, (), 1), (3, 36, 200, "fp8", 128, True, ("silu", True), 1),
+    (2, 32, 512, "fp8", 128, False, (), 4), (33, 34, 160, "fp8", 128, False, (), 1),
+    (66, 40, 160, "fp8", 128, False, (), 1), (70, 40, 96, "nvfp4", 16, False, (), 1)])
 def test_a_product_reads_4_bits(monkeypatch, dtype, rows, size_out, size_in, kind, group, bias, act, count):
     """Sizes are no powers of two; the last two have many rows. In float32 the error is small, too."""
     monkeypatch.setattr(four_bit_kernels, "has_few_rows", lambda x: len(x) <= 64)
@@ -303,16 +310,18 @@ def test_a_product_reads_4_bits(monkeypatch, dtype, rows, size_out, size_in, kin
 
 
 @needs_kernel
-@pytest.mark.parametrize("kind, group", [("int4", 96), ("zeros", 32), ("nvfp4", 16), ("mxfp4", 32)])
+@pytest.mark.parametrize("kind, group", [("int4", 96), ("zeros", 32), ("nvfp4", 16), ("mxfp4", 32), ("fp8", 128)])
 def test_widening_in_one_launch(kind, group):
-    parts = random_matrix(70, 96, kind, group, torch.float16)
-    wide = four_bit_codes.widen(96, torch.float32, *in_order(*parts))
+    size = 168 if kind == "fp8" else 96
+    parts = random_matrix(70, size, kind, group, torch.float16)
+    wide = four_bit_codes.widen(size, torch.float32, *in_order(*parts))
     assert torch.allclose(wide, widen(*parts), rtol=1e-6)
-    assert torch.equal(widen_words(*in_order(*parts)), widen(*parts))
+    assert torch.equal(widen_words(*in_order(*parts), size), widen(*parts))
 
 
 @needs_kernel
-@pytest.mark.parametrize("kind, group, num_rows", [("zeros", 64, 3), ("nvfp4", 16, 3), ("int4", 32, 200)])
+@pytest.mark.parametrize("kind, group, num_rows", [("zeros", 64, 3), ("nvfp4", 16, 3), ("int4", 32, 200),
+                                                   ("fp8", 128, 3)])
 def test_experts_in_each_kind(kind, group, num_rows):
     """In float16, beside float64 with the same weights; many tokens have their matrices widened."""
     torch.manual_seed(0)
@@ -347,7 +356,7 @@ def test_a_gpu_keeps_4_bits(variant):
 
 
 @needs_gpu
-@pytest.mark.parametrize("kind, group", [("int4", 128), ("zeros", 64), ("nvfp4", 16), ("mxfp4", 32)])
+@pytest.mark.parametrize("kind, group", [("int4", 128), ("zeros", 64), ("nvfp4", 16), ("mxfp4", 32), ("fp8", 128)])
 @pytest.mark.parametrize("num_rows", [1, 8, 16, 33, 64, 65])
 def test_large_products(kind, group, num_rows):
     """In bfloat16, beside float64 with the same weights; each form's shared memory fits."""

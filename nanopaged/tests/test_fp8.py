@@ -306,12 +306,12 @@ def ordinary(tmp_path):
     return write(tmp_path / "ordinary", WHOLE, tensors_of(WHOLE))
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_card_keeps_8_bits_but_for_blocks(tmp_path, form, keeps, recwarn):
+@pytest.mark.parametrize("form", [form for form in FORMS if "blocks" not in form])  # those: test_fp8_blocks.py
+def test_a_card_keeps_8_bits(tmp_path, form, keeps, recwarn):
     llm, plain, _ = pair(tmp_path, form, WHOLE, device=DEVICE)
     assert not [warning for warning in recwarn if "FP8" in str(warning.message)]
     expected, weights = dict(plain.runner.model.named_parameters()), kept(llm)
-    assert len(weights) == (0 if "blocks" in form else 8)
+    assert len(weights) == 8
     for name, tensor in weights.items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=0)
     assert {p.dtype for name, p in llm.runner.model.named_parameters() if name not in weights} == {torch.float32}
@@ -354,7 +354,8 @@ def test_the_size_of_weights_in_8_bits(monkeypatch, capsys):
         assert not fp8.keeps_8_bits(None, dtype, blocks, [torch.device("cpu")], 1)
         assert capsys.readouterr().err == (
             f"weights in FP8 blocks of 128 x 128 are converted to {dtype}: {size} GiB instead of 3.5 "
-            "(quantization='fp8' cuts them to 8 bits again, with a scale for each channel)\n")
+            "(they keep 8 bits on a GPU with Triton, without tensor_parallel_size; quantization='fp8' cuts them again, "
+            "with a scale for each channel)\n")
 
 
 def peak_memory(device, function):
