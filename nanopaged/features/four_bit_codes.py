@@ -11,9 +11,8 @@ of 32 bits, and word t has the codes of thread t:
 Few rows of x are bound by memory, and soon by the instructions that make numbers. In bfloat16 the two codes of a pair
 become two numbers at once:
 
-    integers    the word, shifted by 4 i and masked: 0 .. 0 c c c c, twice. As last bits of 128 this is 128 + c. From
-                twice that, twice 128 and the zero (8, or the group's) are subtracted: 3 instructions for two numbers.
-                The sums are halved. (An addition without a multiplication would take a GPU longer)
+    integers    the word, shifted by 4 i and masked: 0 .. 0 c c c c, twice. As last bits of 128 this is 128 + c, from
+                which 128 and the zero (8, or the group's) are subtracted: 3 instructions for two numbers
     e2m1        the word, masked and multiplied by 2^12 + 2^6, masked: s 0 0 0 0 0 0 e e m 0 0 0 0 0 0. This is the
                 code's number times 2^-126. A group's factor has 2^62 in it, and the sums are multiplied by 2^64, so
                 that no number on the way is too large: 5 instructions with the factor
@@ -56,12 +55,12 @@ def _instructions(kind: str) -> str:
     """From a word and its numbers' parameters: 8 numbers, those of pair i as 2 i and 2 i + 1. Parameters: of integers
     what is added, and what is then multiplied (`int4` has no factor); of e2m1 the factors of pairs 0 and 1, 2 and 3.
     Of e4m3, which has no parameters, 4 numbers."""
-    lines = [".reg .b32 word, pair, two, none; mov.b32 two, 0x40004000; mov.b32 none, 0x80008000;"]  # 2 and -0
+    times = "0x7b807b80" if kind == "e4m3" else "0x3f803f80"  # 2^120; 1
+    lines = [f".reg .b32 word, pair, times, none; mov.b32 times, {times}; mov.b32 none, 0x80008000;"]  # -0
     if kind == "e4m3":
-        lines[0] = lines[0].replace("0x40004000", "0x7b807b80")  # 2^120
         return "{" + " ".join(lines + [
             f"{move}; shr.b32 pair, word, 4; and.b32 pair, pair, 0x07f007f0; lop3.b32 pair, word, 0x80008000, pair, "
-            f"0xea; fma.rn.bf16x2 pair, pair, two, none; mov.b32 {{${2 * i}, ${2 * i + 1}}}, pair;"
+            f"0xea; fma.rn.bf16x2 pair, pair, times, none; mov.b32 {{${2 * i}, ${2 * i + 1}}}, pair;"
             for i, move in enumerate(("shl.b32 word, $4, 8", "mov.b32 word, $4"))]) + "}"
     for i in range(4):
         if kind == "e2m1":
@@ -71,7 +70,7 @@ def _instructions(kind: str) -> str:
                 f"fma.rn.bf16x2 pair, pair, ${9 + i // 2}, none;"]
         else:
             lines.append(f"shr.b32 word, $8, {i * 4}; lop3.b32 pair, word, 0x000f000f, 0x43004300, 0xea;"
-                         "fma.rn.bf16x2 pair, pair, two, $9;")
+                         "fma.rn.bf16x2 pair, pair, times, $9;")
             lines += ["fma.rn.bf16x2 pair, pair, $10, none;"] * (kind == "scaled int4")
         lines.append(f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, pair;")
     return "{" + " ".join(lines) + "}"
@@ -142,8 +141,8 @@ def products(x, exists, weight, scale, zero, row, first, PART: tl.constexpr, SIZ
         if ZEROS:
             later = _load(zero, group, k + UNROLL * TILE, GROUP, GROUPS, COUNT, TILE)
             shift, next_shift = (next_shift, later) if UNROLL == 2 else (later, later)
-    if COMPILED and x.dtype.element_ty == tl.bfloat16 and KIND != "fp8":
-        sums *= 0.5 if KIND == "int4" else SUMS
+    if COMPILED and x.dtype.element_ty == tl.bfloat16 and (KIND == "mxfp4" or KIND == "nvfp4"):
+        sums *= SUMS
     return sums
 
 
@@ -158,7 +157,7 @@ def _load(at, group, k, GROUP: tl.constexpr, GROUPS: tl.constexpr, COUNT: tl.con
 @jit
 def _numbers(words, factor, shift, GROUP: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.constexpr, TILE: tl.constexpr,
              dtype: tl.constexpr):
-    """A tile [ROWS, TILE] of numbers; in bfloat16 integers are doubled, and e2m1 is divided by SUMS. factor: scales
+    """A tile [ROWS, TILE] of numbers; in bfloat16 e2m1 is divided by SUMS. factor: scales
     [ROWS, COUNT], or None; shift: zeros [ROWS, COUNT]"""
     if not COMPILED or dtype != tl.bfloat16:
         return numbers(words, factor, shift, KIND, ZEROS, TILE).to(dtype)
@@ -166,9 +165,9 @@ def _numbers(words, factor, shift, GROUP: tl.constexpr, KIND: tl.constexpr, ZERO
         return _bytes_in_order(tl.inline_asm_elementwise(E4M3, "=h,=h,=h,=h,r", [words], dtype=(tl.bfloat16,) * 4,
                                                          is_pure=True, pack=1))
     elif KIND == "int4":
-        minus = tl.full(words.shape, -0x3C773C78, tl.int32)  # -272, twice
+        minus = tl.full(words.shape, -0x3CF73CF8, tl.int32)  # -136, twice
         if ZEROS:
-            minus = _spread((shift.to(tl.int32) | 0xC380) * 0x10001, TILE // 8)
+            minus = _spread((shift.to(tl.int32) | 0xC300) * 0x10001, TILE // 8)
         if factor is None:
             return _in_order(tl.inline_asm_elementwise(INT4, ONE, [words, minus], dtype=(tl.bfloat16,) * 8,
                                                        is_pure=True, pack=1))
