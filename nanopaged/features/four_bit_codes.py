@@ -1,27 +1,27 @@
-"""How a tile of codes of 4 or 8 bits becomes a tile of numbers, and a product. Goes together with four_bits.py.
+"""How codes of 4 or 8 bits become numbers in front of the tensor cores, and the product. Goes with four_bits.py.
 
-A thread of a tensor core multiplies, of 16 neighbours in a row, 2t, 2t + 1, 8 + 2t and 9 + 2t, two of them in a
-register, where t is one of four threads. Codes lie so that no number changes its thread. 32 neighbours are four words
-of 32 bits, and word t has the codes of thread t:
+**The order of codes.** The tensor cores take 16 neighbours of a row from four threads. Thread t has the columns 2t,
+2t + 1, 8 + 2t and 9 + 2t, two of them in a register: a pair. The codes of 32 neighbours are four words of 32 bits, and
+word t has the codes of thread t, so that no number moves to another thread:
 
-    columns of word t   25+2t 17+2t  9+2t  1+2t | 24+2t 16+2t  8+2t  2t      (of 32 neighbours)
+    columns of word t   25+2t 17+2t  9+2t  1+2t | 24+2t 16+2t  8+2t  2t
     bits                31       ..          16   15        ..        0
-    i                     3     2     1     0       3     2     1     0      (pairs: 4 bits here, 4 bits there)
+    pair                  3     2     1     0       3     2     1     0      (4 bits here, 4 bits there)
 
-Few rows of x are bound by memory, and soon by the instructions that make numbers. In bfloat16 the two codes of a pair
-become two numbers at once:
+**Numbers.** A product with few rows of x is bound by memory, and soon by the instructions that make numbers. In
+bfloat16 the two codes of a pair become two numbers at once:
 
-    integers    the word, shifted by 4 i and masked: 0 .. 0 c c c c, twice. As last bits of 128 this is 128 + c, from
-                which 128 and the zero (8, or the group's) are subtracted: 3 instructions for two numbers
-    e2m1        the word, masked and multiplied by 2^12 + 2^6, masked: s 0 0 0 0 0 0 e e m 0 0 0 0 0 0. This is the
-                code's number times 2^-126. A group's factor has 2^62 in it, and the sums are multiplied by 2^64, so
-                that no number on the way is too large: 5 instructions with the factor
+    integers    The word is shifted by 4 bits a pair and masked: 0 .. 0 c c c c, twice. As the last bits of 128 this is
+                128 + c, from which 128 and the zero (8, or the group's) are subtracted: 3 instructions for a pair.
+    e2m1        The word is masked, multiplied by 2^12 + 2^6, and masked: s 0 0 0 0 0 0 e e m 0 0 0 0 0 0. As a bfloat16
+                this is the code's number times 2^-126. The scale is multiplied by 2^62 before, and the sums by 2^64
+                behind, so that no number on the way is too large or too small: 5 instructions with the scale.
+    e4m3        16 neighbours are four words of two pairs. The high byte of each half is masked and shifted: s 0 0 0 0
+                e e e e m m m 0 0 0 0. This is the number times 2^-120, also of a denormal one, and is multiplied by
+                2^120: 9 instructions for two pairs.
 
-Integers with one scale in a row of the tile are multiplied by it in the sums; others, and e2m1, as numbers.
-
-Codes of 8 bits, e4m3 in blocks, have the same tiles: 16 neighbours are four words of two pairs. The high byte of each
-half, masked and shifted: s 0 0 0 0 e e e e m m m 0 0 0 0. This is the number times 2^-120, also of a denormal one, and
-is multiplied by 2^120: 9 instructions for four numbers. Scales are multiplied by sums, so no number is rounded.
+**Scales.** Where a tile's row has one scale (e4m3, and integers in groups of 128 or more), the scale multiplies the
+sums. Otherwise it multiplies the numbers.
 """
 from typing import Any, NamedTuple
 
