@@ -578,8 +578,8 @@ def int4(limits: Card, quick: bool) -> None:
 
 
 def product_us(size_in: int, size_out: int, num_rows: int, bits: int) -> list[float]:
-    """Of a product with a matrix in 4 bits, or in FP8 blocks: by the kernel for few rows, with the matrix turned into
-    16 bits before; and with a matrix in 16 bits. Copies of the matrix exceed the L2 cache."""
+    """Microseconds of three products: a matrix in 4 bits, or in FP8 blocks, by the kernel for few rows; the same matrix
+    turned into 16 bits first; a matrix in 16 bits. Copies of the matrix exceed the L2 cache."""
     kernels, copies = feature("four_bit_kernels", "int4"), 1 + int(MORE_THAN_L2 // (size_in * size_out * bits / 8))
     make: Any = partial(torch.randn, device="cuda")
     x = make(num_rows, size_in, dtype=torch.bfloat16)
@@ -825,7 +825,7 @@ def gemma4_sizes(c: model.ModelConfig) -> Counter:
 
 
 def gemma4(limits: Card, quick: bool) -> None:
-    """Gemma 4 31B's shape. The limit of workload 256 is that of as many texts at once as the pool held at most."""
+    """Gemma 4 31B's shape. The limit of workload 256 assumes the largest number of texts that ran at once."""
     llm, sizes = random_llm(GEMMA4["31B"], max_model_len=9000), gemma4_sizes(read_model_config(GEMMA4["31B"]))
     gemma4_rows(Gemma4Limits(*limits), llm, "31B", sizes)
 

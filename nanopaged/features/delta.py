@@ -115,7 +115,7 @@ class GatedDeltaNet(StateLayer):
         c, m, s = config, modules, config.states
         channels, values = s["shapes"][0][1], s["v_heads"] * s["v_dim"]
         self.sizes = channels, values, s["v_heads"], s["v_heads"]
-        apart = sum(c.parts.get("in_proj_ba", {}).values())  # rows of b and a, where the others have few bits
+        apart = sum(c.parts.get("in_proj_ba", {}).values())  # rows of b and a; 0 unless the checkpoint is quantised
         self.in_proj = m.linear(c.hidden_size, sum(self.sizes) - apart, bias=False)  # q, k, v; z; b; a
         self.in_proj_ba = m.linear(c.hidden_size, apart, bias=False) if apart else None
         self.conv = Convolution(channels, s["length"], bias=False)

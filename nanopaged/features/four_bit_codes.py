@@ -1,27 +1,27 @@
-"""How codes of 4 or 8 bits become numbers in front of the tensor cores, and the product. Goes with four_bits.py.
+"""How codes of 4 or 8 bits become numbers in registers, and the product with these. Goes together with four_bits.py.
 
-**The order of codes.** The tensor cores take 16 neighbours of a row from four threads. Thread t has the columns 2t,
-2t + 1, 8 + 2t and 9 + 2t, two of them in a register: a pair. The codes of 32 neighbours are four words of 32 bits, and
-word t has the codes of thread t, so that no number moves to another thread:
+**The order of codes.** A tensor core takes 16 neighbours of a row from four threads. Thread t (0 to 3) holds the
+columns 2t, 2t + 1, 2t + 8 and 2t + 9 in two registers, and the two columns of a register are a pair. The codes of 32
+neighbours fill four words of 32 bits. Word t holds the four pairs of thread t, so no number moves to another thread:
 
-    columns of word t   25+2t 17+2t  9+2t  1+2t | 24+2t 16+2t  8+2t  2t
-    bits                31       ..          16   15        ..        0
-    pair                  3     2     1     0       3     2     1     0      (4 bits here, 4 bits there)
+    bits of word t    28-31  24-27  20-23  16-19  |  12-15   8-11    4-7    0-3
+    column            2t+25  2t+17   2t+9   2t+1  |  2t+24  2t+16   2t+8     2t
+    pair                  3      2      1      0  |      3      2      1      0
 
-**Numbers.** A product with few rows of x is bound by memory, and soon by the instructions that make numbers. In
-bfloat16 the two codes of a pair become two numbers at once:
+**Numbers.** Memory limits a product with few rows of x, and soon the instructions that make numbers do. In bfloat16
+each instruction therefore makes both numbers of a pair, one in each half of a register. The bits below are one half's:
 
-    integers    The word is shifted by 4 bits a pair and masked: 0 .. 0 c c c c, twice. As the last bits of 128 this is
-                128 + c, from which 128 and the zero (8, or the group's) are subtracted: 3 instructions for a pair.
-    e2m1        The word is masked, multiplied by 2^12 + 2^6, and masked: s 0 0 0 0 0 0 e e m 0 0 0 0 0 0. As a bfloat16
-                this is the code's number times 2^-126. The scale is multiplied by 2^62 before, and the sums by 2^64
-                behind, so that no number on the way is too large or too small: 5 instructions with the scale.
-    e4m3        16 neighbours are four words of two pairs. The high byte of each half is masked and shifted: s 0 0 0 0
-                e e e e m m m 0 0 0 0. This is the number times 2^-120, also of a denormal one, and is multiplied by
-                2^120: 9 instructions for two pairs.
+    integers    The code c, shifted down and masked, replaces the last bits of the bfloat16 128: 128 + c. An FMA
+                subtracts 128 and the zero (8, or the group's). Up to 3 instructions a pair; a scale takes one more.
+    e2m1        The code s e e m, times 2^12 + 2^6, is there twice. A mask keeps s of the upper and e e m of the lower:
+                s 0 0 0 0 0 0 e e m 0 0 0 0 0 0. As a bfloat16 this is the number times 2^-126. Scales, cut at 2^64, are
+                multiplied by 2^62, and the final sums by 2^64, so no step overflows. 4 or 5 instructions, with a scale.
+    e4m3        Four words have 16 neighbours: pair 0 in the low bytes of the halves, pair 1 in the high ones. A pair's
+                bytes become s 0 0 0 0 e e e e m m m 0 0 0 0. As a bfloat16, also of a denormal number, this is the
+                number times 2^-120. An FMA multiplies it by 2^120. 9 instructions for two pairs, without a scale.
 
-**Scales.** Where a tile's row has one scale (e4m3, and integers in groups of 128 or more), the scale multiplies the
-sums. Otherwise it multiplies the numbers.
+**Scales.** The scale multiplies the sums of a tile of 128 columns if each row has one there: e4m3; integers in groups
+of 128 or more, if a program has at most MOST_SCALED_SUMS columns of x. Otherwise the scale multiplies the numbers.
 """
 from typing import Any, NamedTuple
 
@@ -37,11 +37,11 @@ from nanopaged.tiles import cdiv
 COMPILED = tl.constexpr(not INTERPRETED)
 TILE = 128  # columns, which are those of a block of e4m3
 SUMS = tl.constexpr(2.0 ** 64)
-MOST_COLUMNS = tl.constexpr(32)  # of x; with more, scales are multiplied by numbers, because sums are more than these
+MOST_SCALED_SUMS = tl.constexpr(32)  # of x; with more, scales multiply the numbers, two at once, and not the sums
 
 
 def order_codes(weight: Tensor) -> Tensor:
-    """From bytes of two neighbours, [.., in / 2], or e4m3, [.., in], to words; zeros make the last ones whole."""
+    """Words of codes, from bytes of two neighbours, [.., in / 2], or e4m3, [.., in]. Zeros fill the last four words."""
     if weight.dtype is FP8:
         return F.pad(weight.view(torch.uint8), (0, -weight.shape[-1] % 16)).unflatten(-1, (-1, 2, 4, 2)).movedim(
             -3, -1).flatten(-4).view(FP8)  # block, t, number, i
@@ -52,9 +52,9 @@ def order_codes(weight: Tensor) -> Tensor:
 
 
 def _instructions(kind: str) -> str:
-    """From a word and its numbers' parameters: 8 numbers, those of pair i as 2 i and 2 i + 1. Parameters: of integers
-    what is added, and what is then multiplied (`int4` has no factor); of e2m1 the factors of pairs 0 and 1, 2 and 3.
-    Of e4m3, which has no parameters, 4 numbers."""
+    """PTX that makes 8 numbers of a word of 4-bit codes, pair i in the outputs 2 i and 2 i + 1. Inputs after the word:
+    of integers the summand and, unless `kind` is "int4", the scale; of e2m1 the scales of pairs 0 and 1, and of pairs 2
+    and 3. A word of e4m3 makes 4 numbers, and has no other input."""
     times = "0x7b807b80" if kind == "e4m3" else "0x3f803f80"  # 2^120; 1
     lines = [f".reg .b32 word, pair, times, none; mov.b32 times, {times}; mov.b32 none, 0x80008000;"]  # -0
     if kind == "e4m3":
@@ -103,12 +103,12 @@ def kind_of(codes: torch.dtype, scale: torch.dtype) -> str:
 def products(x, exists, weight, scale, zero, row, first, PART: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr,
              KIND: tl.constexpr, ZEROS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
              PDL: tl.constexpr):
-    """Rows of a weight times rows of x, in float32: [ROWS, COLUMNS]. PART: how many neighbours are multiplied. x: where
-    those of each column begin, and `exists`, both [1, COLUMNS]; row, first: rows of the weight, and where those in them
-    begin, both [ROWS, 1]. Scales are too narrow for the loop's pipeline, so they are loaded one tile ahead."""
+    """PART neighbours of rows of a weight times as many of rows of x, in float32: [ROWS, COLUMNS]. x, exists
+    [1, COLUMNS]: the address of each row's first neighbour, and whether the row exists. row, first [ROWS, 1]: a row of
+    the weight, and its first column. Scales are too narrow for the loop's pipeline: they come UNROLL tiles ahead."""
     GROUP: tl.constexpr = TILE if KIND == "fp8" else SIZE // GROUPS if GROUPS > 1 else 2 ** 30
-    IN_SUMS: tl.constexpr = KIND == "fp8" or KIND == "int4" and GROUP >= TILE and x.shape[1] <= MOST_COLUMNS
-    # With one number in a row the compiler would bring the codes to another layout, through shared memory.
+    IN_SUMS: tl.constexpr = KIND == "fp8" or KIND == "int4" and GROUP >= TILE and x.shape[1] <= MOST_SCALED_SUMS
+    # With one scale in a row the compiler would move the codes to another layout, through shared memory.
     COUNT: tl.constexpr = 2 if GROUP >= TILE else TILE // GROUP
     CODES: tl.constexpr = 4 if KIND == "fp8" else 8  # of a word
     WORDS: tl.constexpr = (SIZE + 4 * CODES - 1) // (4 * CODES) * 4  # of a row
@@ -157,8 +157,8 @@ def _load(at, group, k, GROUP: tl.constexpr, GROUPS: tl.constexpr, COUNT: tl.con
 @jit
 def _numbers(words, factor, shift, GROUP: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.constexpr, TILE: tl.constexpr,
              dtype: tl.constexpr):
-    """A tile [ROWS, TILE] of numbers; in bfloat16 e2m1 is divided by SUMS. factor: scales
-    [ROWS, COUNT], or None; shift: zeros [ROWS, COUNT]"""
+    """A tile [ROWS, TILE] of numbers, times their scales if there is a factor; e2m1 in bfloat16 also divided by SUMS.
+    factor: scales [ROWS, COUNT], or None; shift: zeros [ROWS, COUNT]"""
     if not COMPILED or dtype != tl.bfloat16:
         return numbers(words, factor, shift, KIND, ZEROS, TILE).to(dtype)
     elif KIND == "fp8":
@@ -187,7 +187,7 @@ def _numbers(words, factor, shift, GROUP: tl.constexpr, KIND: tl.constexpr, ZERO
 
 @jit
 def numbers(words, factor, shift, KIND: tl.constexpr, ZEROS: tl.constexpr, TILE: tl.constexpr):
-    """The same for every type and device, in float32."""
+    """`_numbers` in float32, for every type and device. No number is divided by SUMS."""
     if KIND == "fp8":
         code = _bytes_in_order((words & 255, words >> 16 & 255, words >> 8 & 255, words >> 24 & 255))
     else:
@@ -275,7 +275,7 @@ def empty_matrix(size: int, form: Form, device: torch.device) -> list[Tensor | N
 
 def arguments(size: int, weight: Tensor, scale: Tensor, zero: Tensor | None,
               row_scale: Tensor | None) -> dict[str, Any]:
-    """Of a kernel."""
+    """Arguments of a kernel that describe a matrix. Its scales of 8 bits become bytes."""
     return dict(weight=weight.view(torch.uint8), scale=scale.view(torch.uint8) if scale.itemsize == 1 else scale,
                 zero=weight if zero is None else zero, row_scale=weight if row_scale is None else row_scale,
                 SIZE=size, GROUPS=scale.shape[-1], KIND=kind_of(weight.dtype, scale.dtype),

@@ -20,7 +20,7 @@ from nanopaged.tiles import cdiv
 FEWEST_COLUMNS = 2048  # of a part of the inner dimension
 MOST_ROWS = 256  # of x that the kernel multiplies; with more, the matrix is turned into 16 bits
 MOST_COLUMNS = 128  # of x in a program
-MOST_SLICED = 8  # rows of x that are multiplied by slices of the inner dimension side by side
+MOST_SLICED = 8  # rows of x; with more, a program has no slices of the inner dimension side by side
 
 
 class Linear4(model.Linear):
@@ -91,7 +91,7 @@ def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
         is_split = is_residual and r.modules.residual_linear.kept is SplitLinear4 and r.dtype is not torch.float16
         count = num_parts(size, size_out, form) if is_split and not bias else 1
         act = (c.activation, c.gated_mlp) if is_first and issubclass(r.modules.mlp, MLP4) else ()
-        for rows in (1, 9, 17, 33, 65):  # up to 8, 16, 32, 64, all
+        for rows in (1, 9, 17, 33, 65):  # up to 8, 16, 32, 64, MOST_ROWS
             yield partial(linear, make(rows, size), *kept, make(1) if bias else None, *act, count=count,
                           height=size_out)
         yield partial(widen, size, r.dtype, *kept)
@@ -127,9 +127,9 @@ def linear(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, row_sc
 
 def few_rows_form(num_rows: int, gated: bool, density: float, can_slice: Callable[[int], bool],
                   shared_memory: int) -> dict[str, int]:
-    """Of `few_rows_kernel`: rows of the weight and columns of a program, slices of the inner dimension that it
-    multiplies side by side, and tiles in the loop's pipeline. density: how often 64 rows of the weight, or of a partial
-    product's, are there for each multiprocessor. (H200, 8B's products)"""
+    """Of `few_rows_kernel`: a program's rows of the weight, its columns, the slices of the inner dimension that it
+    multiplies side by side, and the tiles in the loop's pipeline. density: tiles of 64 rows of the weight, counted for
+    each partial product, per multiprocessor. (H200, 8B's products)"""
     columns, slices = min(MOST_COLUMNS, max(16, tiles.next_power_of_2(num_rows))), 1
     if num_rows <= MOST_SLICED:  # a small matrix gets enough programs
         slices = next((n for n in (1, 2, 4) if n * density >= 1.5 and can_slice(n)), 1)
@@ -147,9 +147,9 @@ def few_rows_kernel(x, weight, scale, zero, row_scale, bias, out, num_rows, num_
                     TILE: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, BIAS: tl.constexpr,
                     GATED: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr):
     """Grid (ROWS rows of the weight, part of the inner dimension, COLUMNS rows of x, which are columns as in fused.py).
-    A tensor core multiplies 64 rows by 16 columns or more. Those rows are ROWS of the gate, as many of up, and the same
-    once more for each slice of the part; and those columns are repeated for each slice. So a small matrix has enough
-    programs. Rows that do not exist load others', and are not stored."""
+    A product has 64 rows and 16 columns or more. For each slice of the inner dimension the rows of the weight (ROWS of
+    the gate, ROWS of up) and the columns are repeated, and only products within a slice are added up: so a small matrix
+    has enough programs. Rows of the weight that do not exist load the last one's numbers, and are not stored."""
     HEIGHT: tl.constexpr = 2 * ROWS if GATED else ROWS
     SLICE: tl.constexpr = PART // SLICES
     all_rows, all_columns = tl.arange(0, SLICES * HEIGHT)[:, None], tl.arange(0, SLICES * COLUMNS)[None, :]

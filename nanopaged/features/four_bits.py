@@ -21,7 +21,7 @@ while they are read (`widen`). The tensors themselves tell which matrices have 4
 config.json's lists of layers are not read. Activations keep the engine's type.
 
 Matrices in FP8 with scales of blocks of 128 x 128 go the same way: weight [out, in] e4m3, and scale [out, in / 128]
-float32, in which a block's scale stands for each of its rows, so that rows of any number are merged. (fp8.py)
+float32. The scale of a block is repeated for each of its rows, so matrices of any height can be merged. (fp8.py)
 """
 import itertools
 import re
@@ -104,8 +104,8 @@ def with_four_bits(options: Any, config: model.ModelConfig, modules: model.Modul
             return modules._replace(mlp=FourBitMLP)
         size = c.num_layers * e["count"] * 3 * c.hidden_size * e["size"] / 2**30
         print(f"experts in MXFP4 are converted to {kind}: {size * dtype.itemsize:.1f} GiB instead of "
-              f"{size * 17 / 32:.1f} (they keep 4 bits in bfloat16 on a GPU of compute capability 8.0 or more, without "
-              "enforce_eager)", file=sys.stderr)
+              f"{size * 17 / 32:.1f} (they keep 4 bits in 16-bit types on a GPU of compute capability 8.0 or more, "
+              "without enforce_eager)", file=sys.stderr)
         return modules
     if options.tensor_parallel_size > 1:
         raise ValueError("matrices in 4 bits cannot be cut into the parts of several GPUs; leave out "
@@ -155,7 +155,7 @@ class Plan:
         with torch.device("meta"):
             whole = model.Transformer(config, modules_for(config, plain))
         names = {id(module): name for name, module in whole.named_modules()}
-        self.paths = [names.get(id(linear), "") for linear in self.linears]  # "": another one has replaced it
+        self.paths = [names.get(id(linear), "") for linear in self.linears]  # "": the model replaced the Linear
         self.next_path = itertools.cycle(self.paths)  # a Transformer makes its Linears in this order
         parts = {path: [bare(part) for part in checkpoint_tensors(f"{path}.weight", linear.weight, config)]
                  for path, linear in zip(self.paths, self.linears) if path}
@@ -218,9 +218,9 @@ class Plan:
             size = sum(one.size_out * one.form.num_groups * one.form.scale.itemsize for one in wide.values())
             bits = 8 if self.codes is FP8 else 4
             print(f"{len(wide)} matrices in {bits} bits are converted to {kind}, the first being {min(wide)}: "
-                  f"{numbers * itemsize / 2**30:.1f} GiB instead of {(numbers * bits / 8 + size) / 2**30:.1f} ({bits} "
-                  "bits are kept on a GPU with Triton, by experts without enforce_eager; and not by matrices that are "
-                  "merged, such as q, k and v, or by a layer's experts, if bits, groups or orders of columns differ)",
+                  f"{numbers * itemsize / 2**30:.1f} GiB instead of {(numbers * bits / 8 + size) / 2**30:.1f} (a GPU "
+                  f"with Triton keeps {bits} bits, of experts in 16-bit types without enforce_eager; matrices that are "
+                  "merged, such as q, k and v, and a layer's experts must agree in bits, groups and order of columns)",
                   file=sys.stderr)
 
     def read(self, tensors: Iterable[tuple[str, Tensor]], device: torch.device) -> Iterator[tuple[str, Tensor]]:

@@ -108,7 +108,7 @@ def on_hopper(group: int, head_dim: int, block_size: int, dtype: torch.dtype, ca
         prefill_on_hopper(q, q, cache, cache, nothing, nothing[0], nothing[0], None, nothing, 1.0, 0)
     except Exception as error:  # Gluon is experimental: what a Triton to come raises is not known
         reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
-        slower = "several times" if head_dim == 256 else "20 to 30%"
+        slower = "much" if head_dim == 256 else "20 to 30%"
         warnings.warn(f"prompts are computed by the kernel for all GPUs, which is {slower} slower than the one for "
                       f"Hopper: Triton {triton.__version__} does not compile that one ({reason}); 3.6 to 3.9 do")
         return False
@@ -119,7 +119,7 @@ def fits_hopper(group: int, head_dim: int, block_size: int, dtype: torch.dtype, 
                 device: torch.device) -> bool:
     """Whether the prefill kernel that only Hopper runs is made for this model. Its tile of queries has room for groups
     of a power of two. Other groups are padded, which pays with 7 query heads per kv head, and with 3, 5 or 6 does not.
-    With heads of 256 numbers it pays always, because there the plain kernel is several times slower."""
+    With heads of 256 numbers padding always pays, because the plain kernel is much slower there."""
     padded = tiles.next_power_of_2(group)
     return (tiles.has_dependent_launch(device) and torch.cuda.get_device_capability(device) == (9, 0)
             and cache_dtype == dtype and dtype.itemsize == 2 and head_dim in (64, 128, 256)
@@ -279,8 +279,8 @@ def _copy_tile(box, a, b, kv_head, ring, n):
 def _compute(out, q, k, v, batch, sinks, scale, out_token, out_head, HALF: tl.constexpr, GROUP: tl.constexpr,
              WINDOW: tl.constexpr):
     """A warpgroup: the first or the second 64 rows of each item. It goes from the last tile of keys to the first one.
-    The tiles that need a mask come first, each by itself. Those before `first_masked` need none, and the weighted
-    sum is one tile behind. In those before `first_whole` the windows of rows begin: they have a mask again."""
+    The tiles from `first_masked` on need a mask and come first, each by itself. Next, down to `first_whole`, no tile
+    needs a mask, and the weighted sum is one tile behind. In the rest the windows of rows begin: they have a mask."""
     TOKENS: tl.constexpr = q.tiles.shape[1]
     PADDED: tl.constexpr = q.tiles.shape[2]
     DIM: tl.constexpr = q.tiles.shape[3]
