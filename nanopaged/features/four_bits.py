@@ -291,7 +291,7 @@ def read_stored(path: Path, codes: torch.dtype) -> tuple[dict[str, Parts], list[
         owner, _, end = name.removesuffix("_inv").rpartition(".")
         if end in (*CODES[:2], *BESIDE) or end == "weight" and tensor.dtype is codes and tensor.dim() == 2:
             stored.setdefault(owner, {})[end] = tensor
-        elif end == "weight" and tensor.itemsize == 1:
+        elif tensor.itemsize == 1 and (end == "weight" or tensor.is_floating_point()):
             raise ValueError(f"tensor {name} {list(tensor.shape)} has the type {tensor.dtype}; beside matrices of "
                              f"{codes} only numbers of 16 and 32 bits can be read")
         else:
