@@ -48,11 +48,12 @@ class Experts(nn.Module):
         has_scale = self.settings.get("has_scale", False)
         self.expert_scale = nn.Parameter(torch.empty(self.settings["count"])) if has_scale else None
         # "gate_up_proj.weight" -> that of all experts, [count, rows, columns]. A shared one with a score, if it is as
-        # large as the others, in as many bits, is the last: to the kernels it is an expert that every token chooses.
+        # large as the others, in the same form, is the last: to the kernels it is an expert that every token chooses.
         self.whole: dict[str, Tensor] = {}
-        one, shared = ([(name, part.shape, part.dtype) for name, part in mlp.named_parameters()] if mlp else None
+        one, shared = ([getattr(module, "form", None) for module in mlp.modules()] if mlp else None
                        for mlp in (self.experts[0], self.shared))
-        self.joins_shared = bool(self.settings["gate_rows"]) and one == shared
+        self.joins_shared = bool(self.settings["gate_rows"]) and one == shared and (
+            self.settings["size"] == self.settings["shared_size"])
 
     def forward(self, x: Tensor, for_router: Tensor | None = None) -> Tensor:
         """for_router: what the router reads, if that is not x"""

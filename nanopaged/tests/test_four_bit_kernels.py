@@ -1,6 +1,7 @@
 """Matrices in 4 bits: formats of checkpoints, cutting, and products that read codes. (gpt-oss: test_four_bits.py)"""
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -86,6 +87,17 @@ def test_texts_of_each_format(variant, monkeypatch, capfd):
     assert llm.counts.num_preemptions > 4 or llm.config.states
     assert any(kind == "uint8" for kind, _ in kept.values())
     assert not llm.config.experts or llm.runner.model.layers[0].mlp.whole["gate_up_proj.weight"].dtype is torch.uint8
+
+
+def test_a_shared_expert_with_another_order_of_columns(monkeypatch, tmp_path):
+    """It is no expert among the others, which have none."""
+    path = rewritten(tmp_path, "int4/compressed-moe", lambda tensors: tensors | {
+        f"model.layers.0.mlp.shared_expert.{name}.weight_g_idx": torch.arange(64).int() % 2
+        for name in ("gate_proj", "up_proj")})
+    llm = load(path, device="cpu", num_blocks=64)
+    texts = tokens_of(llm.generate([[1, 2, 3], [5] * 20], GREEDY))
+    keep(monkeypatch, llm, Path(path))
+    assert tokens_of(llm.generate([[1, 2, 3], [5] * 20], GREEDY)) == texts
 
 
 def test_what_is_kept(monkeypatch, capfd):
