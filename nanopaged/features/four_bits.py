@@ -56,6 +56,7 @@ PACKED = "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"  # for
 CODES = "weight_packed", "qweight", "weight"  # ends of tensors' names; and of those beside them
 BESIDE = ("weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale", "weight_scale_2",
           "qzeros", "scales", "g_idx")
+ROW_SCALES = {"nvfp4": ["weight_scale_2"], "nvfp4-pack-quantized": ["weight_global_scale"]}
 SCALES = {torch.int32: [torch.float16, torch.bfloat16, torch.float32],  # by the type in which codes are stored
           torch.uint8: [torch.uint8, torch.float8_e8m0fnu, torch.float8_e4m3fn]}
 Parts = dict[str, Tensor]  # a matrix as it is stored: the end of a name -> tensor
@@ -75,7 +76,7 @@ def read_form(architecture: Any, given: dict[str, Any]) -> str:
                 "modelopt": given.get("quant_algo")}.get(method, given.get("format"))
         groups = given.get("config_groups", {}).values() if method == "compressed-tensors" else []
         bits = {group["weights"]["num_bits"] for group in groups} or {given.get("bits", given.get("w_bit"))}
-        bits = {4} if method == "modelopt" else bits
+        bits = {4} if str(form).lower() == "nvfp4" else bits
         known = dict(awq=["gemm"], gptq=["gptq", "gptq_v2"], modelopt=["nvfp4"]).get(method, PACKED)
         is_read = bits == {4} and str(form).lower() in known and not given.get("transform_config")
     except (AttributeError, KeyError, TypeError):  # config.json may hold anything
@@ -301,7 +302,7 @@ def read_stored(path: Path, codes: torch.dtype) -> tuple[dict[str, Parts], list[
 
 def describe(name: str, parts: Parts, method: str | None) -> Matrix:
     """ValueError: a tensor is missing, or they do not fit together."""
-    needed = ["scales", "qzeros"] if method in EIGHTS else ["weight_scale", *["weight_scale_2"] * (method == "nvfp4")]
+    needed = ["scales", "qzeros"] if method in EIGHTS else ["weight_scale", *ROW_SCALES.get(method, [])]
     needed.insert(0, next((end for end in CODES if end in parts), CODES[2 if method == "fp8" else 0]))
     if absent := [end for end in needed if end not in parts]:
         raise ValueError(f"the checkpoint has {name}.{min(parts)} and lacks {name}.{absent[0]}; fetch it again")

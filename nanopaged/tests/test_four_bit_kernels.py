@@ -182,6 +182,7 @@ def test_symmetric_gptq_has_no_zeros():
 @pytest.mark.parametrize("variant, end, change, sentence", [
     ("awq", "layers.1.mlp.down_proj.scales", lambda x: {}, "has model.layers.1.mlp.down_proj.qweight and lacks m"),
     ("nvfp4", "k_proj.weight_global_scale", lambda x: {"weight_global_scale": x[:0]}, "not of a matrix of 32 x 64"),
+    ("nvfp4", "v_proj.weight_global_scale", lambda _: {}, "lacks model.layers.0.self_attn.v_proj.weight_global_scale"),
     ("mxfp4", "q_proj.weight_scale", lambda x: {"weight_scale": x.half()}, "are not of a matrix of 128 x 64"),
     ("awq", "o_proj.qzeros", lambda x: {"qzeros": x[1:]}, "not of a matrix of 64 x 64"),
     ("compressed", "down_proj.weight_packed", lambda x: {"weight_packed": x.repeat(1, 2)}, "of a matrix of 64 x 96"),
@@ -202,7 +203,8 @@ def test_tensors_that_do_not_fit(variant, end, change, sentence, tmp_path):
     (dict(quant_method="gptq", bits=3, checkpoint_format="gptq_v2"), "with GPTQ GPTQ_V2, weights in 3 bits;"),
     (dict(quant_method="gptq", bits=4, checkpoint_format="marlin"), "with GPTQ MARLIN"),
     (dict(quant_method="awq", bits=4, version="gemv"), "with AWQ GEMV, weights in 4 bits;"),
-    (dict(quant_method="modelopt", quant_algo="FP8"), "with MODELOPT FP8"), (dict(quant_method="awq"), "in None bits"),
+    (dict(quant_method="modelopt", quant_algo="FP8"), "MODELOPT FP8, weights in None"),
+    (dict(quant_method="awq"), "in None bits"),
     (PACKED | dict(config_groups={"x": {"weights": dict(num_bits=2)}}), "TENSORS PACK-QUANTIZED, weights in 2 bits"),
     (PACKED | dict(config_groups=[]), r"weights in \? bits"),
     (dict(quant_method="exl2", bits=4.0), "quantised with EXL2; use one with float32, float16 or bfloat16 weig"),
