@@ -39,7 +39,7 @@ from nanopaged.device.choices import pick_dtype
 from nanopaged.device.pool import FP8
 from nanopaged.features.four_bit_codes import TILE, Form, order_codes
 from nanopaged.features.four_bit_experts import PRODUCTS
-from nanopaged.features.four_bit_kernels import MLP4, ExpertsMLP4, Linear4, SplitLinear4
+from nanopaged.features.four_bit_kernels import MLP4, ExpertsMLP4, Linear4, SplitLinear4, num_parts
 from nanopaged.optional_triton import triton
 from nanopaged.options import feature
 from nanopaged.tiles import cdiv
@@ -273,6 +273,11 @@ class Maker:
         order = None if form.order is None else form.order.to(self.device)
         kept = Linear4 if ".experts." in path else self.kept
         return kept(size_in, size_out, bias, form._replace(order=order))
+
+    def counts(self) -> set[int]:
+        """Numbers of partial products, for a warm-up."""
+        return {num_parts(size_in, size_out, form) for size_out, size_in, bias, form, is_residual, _ in
+                self.plan.shapes() if is_residual and not bias}
 
 
 def bare(name: str) -> str:

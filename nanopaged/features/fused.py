@@ -170,6 +170,12 @@ def residual_products(config: model.ModelConfig, dtype: torch.dtype) -> list[tup
             for size, bias in products]
 
 
+def partial_counts(r: Any) -> set[int]:
+    """Numbers of partial products that the norm behind a sublayer may get."""
+    kept = getattr(r.modules.residual_linear, "counts", set)()  # of matrices in 4 bits
+    return {1, *(count for _, _, count in residual_products(r.config, FP8 if r.fp8 else r.dtype)), *kept}
+
+
 def num_partial_products(x: Tensor, weight: Tensor) -> int:
     """The number of partial products in which x [T, in] times weight [out, in] is fastest; 1: do not split it."""
     num_columns, size = weight.shape
@@ -213,7 +219,7 @@ def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
     yield from products(c.hidden_size, c.mlp_bias, r.fp8, 1, *act)
     yield partial(activate, make(0, c.intermediate_size * (2 if c.gated_mlp else 1)), *act)
     weight = make(c.hidden_size, dtype=torch.float32 if c.float32_norms else dtype)
-    for num_rows, count in itertools.product((1, MOST_FEW_ROWS + 1), {1, *(count for _, _, count in residual)}):
+    for num_rows, count in itertools.product((1, MOST_FEW_ROWS + 1), partial_counts(r)):
         yield partial(fused_add_norm, (make(count, num_rows, c.hidden_size),) * r.num_ranks,
                       make(num_rows, c.hidden_size), weight, weight if c.norm == "layer" else None, c.norm_eps)
 

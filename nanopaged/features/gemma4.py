@@ -313,8 +313,8 @@ def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
         yield partial(gather_rows, make(1, c.num_layers * size), torch.zeros(0, dtype=torch.int32, device=r.device))
     if r.modules.norm is not model.PLAIN.norm:
         fused, weight = feature("fused", "Gemma 4 with small kernels"), norm(c.hidden_size)
-        counts = {1, *(count for _, _, count in fused.residual_products(c, r.dtype))}
-        for num_rows, count, scalar in itertools.product((1, fused.MOST_FEW_ROWS + 1), counts, (None, make(1))):
+        for num_rows, count, scalar in itertools.product((1, fused.MOST_FEW_ROWS + 1), fused.partial_counts(r),
+                                                         (None, make(1))):
             yield partial(add_norms, make(count, num_rows, c.hidden_size), weight, make(num_rows, c.hidden_size),
                           scalar, weight, c.norm_eps)
 

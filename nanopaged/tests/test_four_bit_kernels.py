@@ -89,6 +89,17 @@ def test_texts_of_each_format(variant, monkeypatch, capfd):
     assert not llm.config.experts or llm.runner.model.layers[0].mlp.whole["gate_up_proj.weight"].dtype is torch.uint8
 
 
+def test_partial_products_that_norms_get(monkeypatch):
+    """The warm-up compiles norms for as many as a matrix in 4 bits has, which may be others than fused.py's."""
+    monkeypatch.setattr(four_bit_kernels, "FEWEST_COLUMNS", 128)
+    llm = load("qwen3", device="cpu", num_blocks=64, quantization="int4", load_format="dummy", hf_overrides=dict(
+        intermediate_size=256))
+    assert fused.partial_counts(llm.runner) == {1, 4}
+    keep(monkeypatch, llm, None, quantization="int4", load_format="dummy", tensors=random_tensors(
+        llm.config, torch.float32, llm.runner.device, seed=0))
+    assert llm.runner.model.layers[0].mlp.down_proj.count == 2 and fused.partial_counts(llm.runner) == {1, 2, 4}
+
+
 def test_a_shared_expert_with_another_order_of_columns(monkeypatch, tmp_path):
     """It is no expert among the others, which have none."""
     path = rewritten(tmp_path, "int4/compressed-moe", lambda tensors: tensors | {
