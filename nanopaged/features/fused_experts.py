@@ -61,7 +61,9 @@ def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
     c, dtype, device = r.config, r.dtype, r.device
     e, make = c.experts, partial(torch.empty, dtype=dtype, device=device)
     activation = e.get("activation", c.activation)
-    joins_shared = bool(e["gate_rows"]) and e["shared_size"] == e["size"]
+    kept = getattr(getattr(r.modules.linear, "plan", None), "forms", {})  # of weights in 4 bits
+    joins_shared = bool(e["gate_rows"]) and e["shared_size"] == e["size"] and all(
+        form == kept[path.replace("experts.0", "shared")] for path, form in kept.items() if ".experts.0." in path)
     rows, total, chosen = e["count"] + e["gate_rows"], e["count"] + joins_shared, e["top_k"] + joins_shared
     for count in {1, fused.num_partial_products(make(2, c.hidden_size), make(rows, c.hidden_size))}:
         yield partial(route_experts, make(count, 0, rows), e["count"], e["top_k"], e["normalized"], joins_shared,

@@ -133,6 +133,7 @@ def test_what_is_kept(monkeypatch, capfd):
         "down_proj.weight": [5, 64, 16], "down_proj.scale": [5, 64, 1], "down_proj.zero": [5, 64, 1]}
     assert second.whole["down_proj.weight"].shape == (4, 64, 16)  # the shared expert is no longer the fifth
     assert kept["layers.1.mlp.shared.down_proj.weight"] == ("float32", [64, 32])
+    assert next(fused_experts.kernel_forms(llm.runner)).args[4] is False  # nor is it in the warm-up
     kept = keep(monkeypatch, load("int4/gptq", device="cpu", num_blocks=64), GOLDEN / "int4/gptq")
     assert kept["layers.1.qkv_proj.zero"] == ("uint8", [128, 2])
 
