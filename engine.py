@@ -198,6 +198,7 @@ class BlockManager:
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
         self.num_blocks, self.block_size, self.enable_prefix_caching = num_blocks, block_size, enable_prefix_caching
+        self.watermark = num_blocks // 50  # blocks; see `admit`
         self.ref_counts = [0] * num_blocks
         self.free_queue: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # least recently used first
         self.prefix_cache: dict[tuple, tuple[int, int]] = {}  # (prefix key before, tokens) -> (block, prefix key)
@@ -290,19 +291,21 @@ class BlockManager:
 
     # ---- admission: what a sequence can share, and whether the rest fits
 
-    def admit(self, seq: Sequence) -> bool:
+    def admit(self, seq: Sequence, others_run: bool = False) -> bool:
         """Give a waiting sequence the blocks that it can share. False, taking none, if too few blocks are free for the
         rest of its tokens. The rest comes from `allocate`, chunk by chunk. Nothing is reserved: other sequences may
-        take the free blocks first, and then the last running sequence is preempted."""
-        hit = self.plan(seq)
+        take the free blocks first, and then the last running sequence is preempted. While others run, a few more blocks
+        must be free (the watermark): a sequence that just fits would soon be preempted, and computed again."""
+        hit = self.plan(seq, self.watermark if others_run else 0)
         if hit is not None:
             self.start(seq, hit)
         return hit is not None
 
-    def plan(self, seq: Sequence) -> PrefixHit | None:
-        """The blocks that the sequence can share; None if too few are free for the rest of its tokens."""
+    def plan(self, seq: Sequence, spare: int = 0) -> PrefixHit | None:
+        """The blocks that the sequence can share; None if fewer than `spare` would be free beside the rest of its
+        tokens."""
         hit = self.find_prefix(seq)
-        return hit if self.num_blocks_needed(seq, hit) <= self.num_free_blocks else None
+        return hit if self.num_blocks_needed(seq, hit) + spare <= self.num_free_blocks else None
 
     def num_blocks_needed(self, seq: Sequence, hit: PrefixHit) -> int:
         # A found block that is free leaves the free queue, so it counts. 10 tokens (3 blocks of 4), found: 0, which A
@@ -423,7 +426,7 @@ class Scheduler:
         # Preempted before: computing it again needs the ids of its pending tokens (see Engine, lookahead).
         if seq in step.preempted or seq.num_pending_tokens:
             return False
-        while len(self.running) >= self.max_num_seqs or not self.block_manager.admit(seq):
+        while len(self.running) >= self.max_num_seqs or not self.block_manager.admit(seq, bool(self.running)):
             if len(self.running) == num_served:
                 return False
             self._preempt(step)

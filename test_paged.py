@@ -328,6 +328,10 @@ def test_the_work_list_starts_with_the_tiles_of_the_longest_context():
     (dict(max_num_batched_tokens=12), [], [[1] * 3, [2] * 20, [3] * 5], [[3, 9], [1, 11], [1, 1, 5], [1, 1, 1]]),
     # A prompt that has too few blocks is admitted as soon as it can share those of an earlier one.
     (dict(num_blocks=12, max_num_batched_tokens=16), [], [[1] * 40, [1] * 40], [[16], [16], [8, 1], [1, 1]]),
+    # A prompt that would leave a running text less than the watermark waits; alone it may take every block.
+    (dict(num_blocks=100), [], [[1] * 354, [2] * 36], [[354, 36]]),
+    (dict(num_blocks=100), [], [[1] * 354, [2] * 40], [[354], [1], [1], [1], [1], [40]]),
+    (dict(num_blocks=100), [], [[1] * 396], [[396]]),
 ], ids=str)
 def test_what_steps_compute(options, before, prompts, steps):
     model = fake(**options)

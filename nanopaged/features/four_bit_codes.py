@@ -34,7 +34,7 @@ from nanopaged.device.pool import FP8
 from nanopaged.optional_triton import INTERPRETED, jit, launch_options, tl
 from nanopaged.tiles import cdiv
 
-COMPILED = tl.constexpr(not INTERPRETED)
+HAS_PTX = tl.constexpr(not INTERPRETED and torch.version.hip is None)
 TILE = 128  # columns, which are those of a block of e4m3
 SUMS = tl.constexpr(2.0 ** 64)
 MOST_SCALED_SUMS = tl.constexpr(32)  # of x; with more, scales multiply the numbers, two at once, and not the sums
@@ -141,7 +141,7 @@ def products(x, exists, weight, scale, zero, row, first, PART: tl.constexpr, SIZ
         if ZEROS:
             later = _load(zero, group, k + UNROLL * TILE, GROUP, GROUPS, COUNT, TILE)
             shift, next_shift = (next_shift, later) if UNROLL == 2 else (later, later)
-    if COMPILED and x.dtype.element_ty == tl.bfloat16 and (KIND == "mxfp4" or KIND == "nvfp4"):
+    if HAS_PTX and x.dtype.element_ty == tl.bfloat16 and (KIND == "mxfp4" or KIND == "nvfp4"):
         sums *= SUMS
     return sums
 
@@ -159,7 +159,7 @@ def _numbers(words, factor, shift, GROUP: tl.constexpr, KIND: tl.constexpr, ZERO
              dtype: tl.constexpr):
     """A tile [ROWS, TILE] of numbers, times their scales if there is a factor; e2m1 in bfloat16 also divided by SUMS.
     factor: scales [ROWS, COUNT], or None; shift: zeros [ROWS, COUNT]"""
-    if not COMPILED or dtype != tl.bfloat16:
+    if not HAS_PTX or dtype != tl.bfloat16 or KIND == "int4" and GROUP < 32:  # a word of integers has one scale
         return numbers(words, factor, shift, KIND, ZEROS, TILE).to(dtype)
     elif KIND == "fp8":
         return _bytes_in_order(tl.inline_asm_elementwise(E4M3, "=h,=h,=h,=h,r", [words], dtype=(tl.bfloat16,) * 4,

@@ -237,7 +237,8 @@ class Frames:
             why = "it was preempted in this step"
         elif len(scheduler.running) >= scheduler.max_num_seqs:
             why = f"no batch row is free, max_num_seqs is {scheduler.max_num_seqs}"
-        elif (num_needed := manager.num_blocks_needed(seq, manager.find_prefix(seq))) > manager.num_free_blocks:
+        elif (num_needed := manager.num_blocks_needed(seq, manager.find_prefix(seq)) + manager.watermark * bool(
+                scheduler.running)) > manager.num_free_blocks:
             why = f"free blocks needed {num_needed}, there are {manager.num_free_blocks}"
         else:
             why = "too few blocks were free when its turn came" if step.budget else "the token budget is spent"

@@ -382,7 +382,8 @@ def test_a_gpu_keeps_4_bits(variant):
 
 
 @needs_gpu
-@pytest.mark.parametrize("kind, group", [("int4", 128), ("zeros", 64), ("nvfp4", 16), ("mxfp4", 32), ("fp8", 128)])
+@pytest.mark.parametrize("kind, group", [("int4", 128), ("zeros", 64), ("zeros", 16), ("nvfp4", 16), ("mxfp4", 32),
+                                         ("fp8", 128)])
 @pytest.mark.parametrize("num_rows", [1, 8, 16, 33, 64, 65])
 def test_large_products(kind, group, num_rows):
     """In bfloat16, beside float64 with the same weights; each form's shared memory fits."""
