@@ -97,18 +97,21 @@ def experts_form(num_rows: int, top_k: int, count: int, gated: bool, dtype: torc
                  shared_memory: int, four_bits: Any = None) -> dict[str, Any]:
     """Of `experts_kernel`, for num_rows tokens that choose top_k of `count` experts each: rows of a weight and columns
     of a program, numbers of a row in a tile, and what the loop's pipeline holds. A program of few columns waits for
-    memory, and one of many for the tensor cores. (H200, Qwen3-30B-A3B's shape)"""
+    memory, and one of many for the tensor cores. (H200, the shapes of Qwen3-30B-A3B and Qwen3.5-35B-A3B)"""
     if four_bits and not four_bits.are_many(num_rows, top_k, count):
         return four_bits.experts_form(num_rows, top_k, count, gated, shared_memory)
     dtype = torch.bfloat16 if four_bits else dtype  # widened then
     mean, is_large = num_rows * top_k / count, dtype.itemsize <= 2 and shared_memory > tiles.LARGE_SHARED_MEMORY
     most = 128 if is_large and mean >= 128 else 64
-    columns = 8 if num_rows <= 8 else min(most, max(16, tiles.next_power_of_2(int(2 * mean))))
+    # An expert of more tokens than columns has a second tile, which loads the weights again.
+    columns = 8 if num_rows <= 8 else min(most, max(16, tiles.next_power_of_2(int(1.5 * mean))))
     rows, tile, stages, warps = 64, 64, 2, 4
     if is_large and columns <= 16:
         rows, tile, stages, warps = (64, 128, 3, 4) if gated else (128, 64, 5, 8)
     elif is_large:
-        rows, tile, stages, warps = (128, 64, 4, 8) if gated else (256, 32, 6, 8) if columns > 64 else (256, 64, 4, 8)
+        rows, tile, stages, warps = (128, 64, 4, 8) if gated else (256, 64, 3 if columns <= 32 else 4, 8)
+        if columns > 64 and not gated:
+            tile, stages = 32, 5
     return dict(ROWS=rows, COLUMNS=columns, TILE=tile * 2 // dtype.itemsize, STAGES=stages, num_warps=warps,
                 PRODUCTS=None)
 
