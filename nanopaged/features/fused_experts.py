@@ -66,9 +66,10 @@ def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
         form == kept[path.replace("experts.0", "shared")] for path, form in kept.items() if ".experts.0." in path)
     rows, total, chosen = e["count"] + e["gate_rows"], e["count"] + joins_shared, e["top_k"] + joins_shared
     for count in {1, fused.num_partial_products(make(2, c.hidden_size), make(rows, c.hidden_size))}:
-        yield partial(route_experts, make(count, 0, rows), e["count"], e["top_k"], e["normalized"], joins_shared,
-                      e["sigmoid"], make(e["count"], dtype=torch.float32) if e["has_bias"] else None,
-                      make(e["count"]) if e.get("has_scale") else None)
+        for num_rows in (0, 1):
+            yield partial(route_experts, make(count, num_rows, rows), e["count"], e["top_k"], e["normalized"],
+                          joins_shared, e["sigmoid"], make(e["count"], dtype=torch.float32) if e["has_bias"] else None,
+                          make(e["count"]) if e.get("has_scale") else None)
     memory = tiles.shared_memory(device)
     counts, pairs = make(total, dtype=torch.int32).zero_(), make(0, dtype=torch.int32)
     weight, scale = make(0, dtype=FP8 if r.fp8 else dtype), make(0, dtype=torch.float32) if r.fp8 else None
@@ -147,11 +148,13 @@ def route_experts(logits: Tensor, count: int, top_k: int, normalized: bool, has_
     The shared expert is the (top_k + 1)-th of each token."""
     num_rows, total, chosen = logits.shape[-2], count + has_shared, top_k + has_shared
     scores = logits.new_empty(chosen, num_rows, dtype=torch.float32)
-    counts, pairs = logits.new_zeros(total, dtype=torch.int32), logits.new_empty(total, num_rows, dtype=torch.int32)
+    counts = (logits.new_empty if num_rows == 1 else logits.new_zeros)(total, dtype=torch.int32)
+    pairs = logits.new_empty(total, num_rows, dtype=torch.int32)
     route_kernel[(num_rows,)](
         logits, bias, scale, scores, counts, pairs, num_rows, EXPERTS=count, COLUMNS=logits.shape[-1],
         PADDED=tiles.next_power_of_2(count), TOP_K=top_k, CHOICES=tiles.next_power_of_2(chosen), NORMALIZED=normalized,
-        SHARED=has_shared, SIGMOID=sigmoid, COUNT=len(logits) if logits.dim() == 3 else 1, num_warps=1,
+        SHARED=has_shared, SIGMOID=sigmoid, COUNT=len(logits) if logits.dim() == 3 else 1, ONE_TOKEN=num_rows == 1,
+        num_warps=1,
         **launch_options(logits.device))
     return scores, counts, pairs
 
@@ -184,7 +187,8 @@ def experts_product(x: Tensor, weight: Tensor, scores: Tensor, counts: Tensor, p
 @jit
 def route_kernel(logits, bias, scale, scores, counts, pairs, num_rows, EXPERTS: tl.constexpr, COLUMNS: tl.constexpr,
                  PADDED: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr, NORMALIZED: tl.constexpr,
-                 SHARED: tl.constexpr, SIGMOID: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr):
+                 SHARED: tl.constexpr, SIGMOID: tl.constexpr, COUNT: tl.constexpr, ONE_TOKEN: tl.constexpr,
+                 PDL: tl.constexpr):
     """Grid (token,). `choose_experts`, and the token's pairs are added to those of its experts. Padding may hold
     anything. Its tokens get different experts all the same, so that no expert has more pairs than there are tokens."""
     token, expert, n = tl.program_id(0), tl.arange(0, PADDED), tl.arange(0, CHOICES)
@@ -217,7 +221,12 @@ def route_kernel(logits, bias, scale, scores, counts, pairs, num_rows, EXPERTS: 
     if scale is not None:
         score *= tl.load(scale + chosen, mask=exists, other=0.0).to(tl.float32)
     tl.store(scores + pair, score, mask=exists)
-    place = tl.atomic_add(counts + chosen, 1, mask=exists, sem="relaxed")
+    place = 0
+    if ONE_TOKEN:  # no launch has set the counts to 0
+        is_chosen = (chosen[:, None] == expert[None, :]) & exists[:, None]
+        tl.store(counts + expert, tl.sum(is_chosen.to(tl.int32), 0), mask=expert < EXPERTS)
+    else:
+        place = tl.atomic_add(counts + chosen, 1, mask=exists, sem="relaxed")
     tl.store(pairs + chosen * num_rows + place, pair, mask=exists)
     if SHARED:
         tl.store(scores + TOP_K * num_rows + token, tl.sigmoid(shared))
