@@ -108,7 +108,7 @@ def experts_form(num_rows: int, top_k: int, count: int, gated: bool, dtype: torc
     columns = 8 if num_rows <= 8 else min(most, max(16, tiles.next_power_of_2(int(1.5 * mean))))
     rows, tile, stages, warps = 64, 64, 2, 4
     if is_large and columns <= 16:
-        rows, tile, stages, warps = (64, 128, 3, 4) if gated else (128, 64, 5, 8)
+        rows, tile, stages, warps = (64, 128, 3, 4) if gated else (128, 64, 4, 8)
     elif is_large:
         rows, tile, stages, warps = (128, 64, 4, 8) if gated else (256, 64, 3 if columns <= 32 else 4, 8)
         if columns > 64 and not gated:
