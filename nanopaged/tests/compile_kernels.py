@@ -175,8 +175,8 @@ def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
     plain, scaled = dict(SIGMOID=0.0, bias=None, scale=None), dict(SIGMOID=0.0, bias=None)
     for shared, more, types in ((False, plain, {}), (True, plain, {}), (False, scaled, dict(scale=f"*{TYPES[dtype]}")),
                                 (False, dict(SIGMOID=1.5, scale=None), dict(bias="*fp32"))):
-        yield partial(compile_kernel, fused_experts.route_kernel, route | more | dict(SHARED=shared, ONE_TOKEN=not shared), dtype, capability,
-                      1, **routed, **types)
+        yield partial(compile_kernel, fused_experts.route_kernel, route | more | dict(
+            SHARED=shared, ONE_TOKEN=not shared), dtype, capability, 1, **routed, **types)
     for act, num_tokens in itertools.product(("silu", ""), (1, 64, 8192)):
         for kind in (dtype, torch.float8_e4m3fn) if capability >= 89 else (dtype,):
             yield partial(experts, capability, dtype, act, num_tokens, kind, routed)
