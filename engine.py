@@ -291,12 +291,13 @@ class BlockManager:
 
     # ---- admission: what a sequence can share, and whether the rest fits
 
-    def admit(self, seq: Sequence, others_run: bool = False) -> bool:
+    def admit(self, seq: Sequence, is_last: bool = False) -> bool:
         """Give a waiting sequence the blocks that it can share. False, taking none, if too few blocks are free for the
         rest of its tokens. The rest comes from `allocate`, chunk by chunk. Nothing is reserved: other sequences may
-        take the free blocks first, and then the last running sequence is preempted. While others run, a few more blocks
-        must be free (the watermark): a sequence that just fits would soon be preempted, and computed again."""
-        hit = self.plan(seq, self.watermark if others_run else 0)
+        take the free blocks first, and then the last running sequence is preempted. Beside a sequence that comes after
+        all running ones, a few blocks must stay free (the watermark): else it would soon be preempted, and computed
+        again."""
+        hit = self.plan(seq, self.watermark if is_last else 0)
         if hit is not None:
             self.start(seq, hit)
         return hit is not None
@@ -426,7 +427,8 @@ class Scheduler:
         # Preempted before: computing it again needs the ids of its pending tokens (see Engine, lookahead).
         if seq in step.preempted or seq.num_pending_tokens:
             return False
-        while len(self.running) >= self.max_num_seqs or not self.block_manager.admit(seq, bool(self.running)):
+        is_last = 0 < num_served == len(self.running)
+        while len(self.running) >= self.max_num_seqs or not self.block_manager.admit(seq, is_last):
             if len(self.running) == num_served:
                 return False
             self._preempt(step)

@@ -343,6 +343,17 @@ def test_what_steps_compute(options, before, prompts, steps):
     model.run()
 
 
+def test_an_urgent_sequence_preempts_none_for_the_watermark():
+    model = fake(num_blocks=100)
+    texts = [sequence([i] * 4 * n, max_new=5, priority=priority) for i, (n, priority) in enumerate(((89, 1), (10, 0)))]
+    model.scheduler.add(texts[0])
+    model.step()
+    model.scheduler.add(texts[1])
+    step = model.step()
+    assert step.seqs == texts[::-1] and not step.preempted
+    model.run()
+
+
 def test_the_cursors_of_a_sequence():
     """Each moment of the table in the docstring."""
     scheduler, rows = engine.Scheduler(engine.BlockManager(9, 4), 4, 99), as_rows(engine.Sequence.__doc__, "| 0  1")
