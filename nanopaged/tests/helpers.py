@@ -49,8 +49,9 @@ PROMPT = list(range(60, 75))
 if optional_triton.INTERPRETED:
     # Most of the interpreter's time would be work without an effect: every call of a function inside a kernel replaces
     # the members of triton.language, though the launch has replaced them; checks for overflow are computed and thrown
-    # away; and each operation makes types and shapes again that are those of operations before it.
-    from triton.language import core
+    # away; each operation makes types and shapes again that are those of operations before it; and shapes that are alike
+    # are compared number by number, to find that nothing is to be broadcast.
+    from triton.language import core, semantic
     from triton.runtime import interpreter
 
     def patch_lang_once(function, patch=interpreter._patch_lang):
@@ -78,6 +79,13 @@ if optional_triton.INTERPRETED:
             known[type.name] = numpy_type_of(type)
         return known[type.name]
 
+    broadcast = semantic.TritonSemantic.broadcast_impl_value
+
+    def broadcast_what_differs(self, one, other):
+        shapes = [type.shape.values if type.is_block() else None for type in (one.type, other.type)]
+        return (one, other) if shapes[0] == shapes[1] else broadcast(self, one, other)
+
+    semantic.TritonSemantic.broadcast_impl_value = broadcast_what_differs
     core.block_type.__init__, core.tensor.__init__ = init_block_type, init_tensor
     interpreter._get_np_dtype = find_numpy_type
     interpreter._patch_lang = patch_lang_once
