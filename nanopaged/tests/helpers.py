@@ -49,8 +49,8 @@ PROMPT = list(range(60, 75))
 if optional_triton.INTERPRETED:
     # Most of the interpreter's time would be work without an effect: every call of a function inside a kernel replaces
     # the members of triton.language, though the launch has replaced them; checks for overflow are computed and thrown
-    # away; each operation makes types and shapes again that are those of operations before it; and shapes that are alike
-    # are compared number by number, to find that nothing is to be broadcast.
+    # away; each operation makes types and shapes again that are those of operations before it; and equal shapes are
+    # compared number by number, to find that nothing is to be broadcast.
     from triton.language import core, semantic
     from triton.runtime import interpreter
 
@@ -113,14 +113,17 @@ def if_there(feature: str):
             raise
 
 
-def load(model="shakespeare", *, graphs=False, lookahead=None, **options) -> LLM:
+def load(model="short", *, graphs=False, lookahead=None, **options) -> LLM:
     """An engine in float32, where outputs do not depend on batch and chunk sizes.
 
-    model: a golden checkpoint, or whatever LLM takes
+    model: a golden checkpoint, or whatever LLM takes; "short" is the first 2 of the bundled model's 6 layers, for tests
+        that ask for text and not for sense
     graphs: on a GPU, with CUDA graphs and the small kernels. Making them takes some seconds, so only tests of these
         ask for them; the others run the plain path there. On a CPU `enforce_eager` is what users have.
     lookahead: None leaves it to the runner
     """
+    if model == "short":
+        model, options["hf_overrides"] = "shakespeare", dict(num_hidden_layers=2)
     path = GOLDEN / model
     defaults = dict(dtype="float32", block_size=16, max_num_seqs=64, num_blocks=4096 // options.get("block_size", 16),
                     enforce_eager=CUDA and not graphs and str(options.get("device")) != "cpu")
@@ -147,7 +150,7 @@ def use_modules(llm, modules):
 
 
 @cache
-def shared(model="shakespeare", **options) -> LLM:
+def shared(model="short", **options) -> LLM:
     """An engine that `load` made once, for tests that leave it as it was."""
     return load(model, **options)
 

@@ -142,7 +142,7 @@ def test_mixed_requests(options):
                 SamplingParams(temperature=0, max_tokens=20, logits_processors=[lambda tokens, logits: -logits]),
                 SamplingParams(temperature=0, max_tokens=1)]
     prompts = ["ROMEO: ", "JULIET: ", "ROMEO: O", "First", "ROMEO: ", "A", "B", "C"]
-    small = dict(model="shakespeare", max_model_len=80, kv_cache_dtype=options.get("kv_cache_dtype", "auto"))
+    small = dict(model="short", max_model_len=80, kv_cache_dtype=options.get("kv_cache_dtype", "auto"))
     outputs = load(**small, device="cpu").generate(prompts, settings, use_tqdm=False)
     for method in (knowing(outputs, 0.8), Liar):
         llm = drafting(method=method, **small | options)
@@ -193,7 +193,7 @@ def test_grammars():
     reasoning = dict(choice=["yes, indeed", "no, never"], reasoning_token_ids=[198, 11])  # a line break, a comma
     settings += [SamplingParams(seed=6, max_tokens=30)]
     settings += [SamplingParams(seed=7, max_tokens=60, structured_outputs=reasoning)]
-    outputs = load(device="cpu").generate(["A"] * 6, settings, use_tqdm=False)
+    outputs = load("shakespeare", device="cpu").generate(["A"] * 6, settings, use_tqdm=False)
     assert "," in outputs[5].outputs[0].text and outputs[5].outputs[0].text.endswith(("indeed", "never"))
     for method, options in ((knowing(outputs, 0.7), dict(block_size=4, num_blocks=40)), (Liar, {}),
                             ("ngram", dict(lookahead=1))):
@@ -207,7 +207,7 @@ def test_a_draft_that_the_grammars_tokenizer_lacks():
     pytest.importorskip("llguidance", reason="structured outputs need it; .ci/run installs it for its last part")
     params = SamplingParams(temperature=0, max_tokens=20, structured_outputs=dict(regex="[a-z ]{40}"))
     texts = []
-    for llm in (load(device="cpu"), drafting("shakespeare", proposing(lambda _, k: [1010] * k))):
+    for llm in (load(device="cpu"), drafting("short", proposing(lambda _, k: [1010] * k))):
         COMPILERS[llm] = GrammarCompiler(llm.tokenizer, [10], 1000)  # the model has 1,024 tokens
         texts.append(samples(run(llm, ["A"], [params])))
     assert texts[0] == texts[1] and texts[0][0][0][1] == "length"
