@@ -458,7 +458,7 @@ def test_the_triton_path_equals_transformers(variant):
 def test_half_precision_on_the_gpu(dtype):
     """The bundled model's logits are not equal to those in float32, but within a few units of the type's precision."""
     prompts, _, logits = expectations("shakespeare")
-    llm = load(dtype=dtype, enable_prefix_caching=False, graphs=dtype == "bfloat16")
+    llm = load("shakespeare", dtype=dtype, enable_prefix_caching=False, graphs=dtype == "bfloat16")
     assert relative_error(prompt_logits(llm, prompts[0].tolist()).cpu(), logits[0]) < 0.03
 
 
