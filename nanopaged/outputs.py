@@ -1,5 +1,5 @@
 """The results for a caller: a RequestOutput per request, with a CompletionOutput per sample. The names are vLLM's."""
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -47,7 +47,7 @@ class RequestMetrics:
         return 1 + self.num_accepted_tokens / max(1, self.num_draft_steps)
 
     def __add__(self, other: "RequestMetrics") -> "RequestMetrics":
-        return RequestMetrics(*(a + b for a, b in zip(astuple(self), astuple(other))))
+        return RequestMetrics(*(a + b for a, b in zip(vars(self).values(), vars(other).values())))
 
 
 @dataclass

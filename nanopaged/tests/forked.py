@@ -3,7 +3,6 @@
 `ForkedWorker` stands in for subprocess.Popen in tensor_parallel/workers.py. What is left behind when rank 0 ends is
 tested with real processes.
 """
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -19,10 +18,9 @@ from nanopaged.device import trial
 from nanopaged.features.tensor_parallel import parallel, workers
 from nanopaged.tests.helpers import if_there
 from nanopaged.tests.pretended import fp8, plain_kernels
+from nanopaged.tests.programs import CONTEXT
 
 FAULT = ""  # the function below that workers call which start from now on
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload([__name__])
 
 
 def run_out_of_memory():

@@ -12,7 +12,8 @@ import bench
 from nanopaged.tests.helpers import load
 from nanopaged.text.tokenizer import load_tokenizer
 
-TINY = bench.QWEN3 | dict.fromkeys(bench.SIZES, 1) | dict(hidden_size=8, head_dim=8, num_key_value_heads=1)
+TINY = bench.QWEN3 | dict.fromkeys(bench.SIZES, 1) | dict(hidden_size=8, head_dim=8, num_key_value_heads=1,
+                                                         vocab_size=10_000)
 
 
 def test_bench_leaves_out_what_a_card_is_too_small_for_and_nothing_else(capsys):

@@ -1,8 +1,6 @@
 """What scripts get from `LLM.get_tokenizer`, held to transformers 5 where that is installed."""
 import copy
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +8,7 @@ import torch
 
 from nanopaged.features.chat_template import ScriptTokenizer
 from nanopaged.tests.helpers import GOLDEN, ROOT, complaint, write_files
+from nanopaged.tests.programs import run_program
 from nanopaged.text.tokenizer import load_tokenizer
 
 LLAMA3 = GOLDEN / "tokenizers" / "llama3"
@@ -87,7 +86,7 @@ def test_the_llm_gives_it_and_does_not_need_it():
             "assert 'nanopaged.features.chat_template' not in sys.modules; "
             "tokenizer = llm.get_tokenizer(); assert tokenizer is llm.get_tokenizer(); "
             "print(tokenizer.decode(tokenizer.encode('ROMEO:')))")
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = run_program(code, cwd=ROOT)
     assert done.stdout == "ROMEO:\n", done.stderr
 
 

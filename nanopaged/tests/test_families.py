@@ -205,7 +205,7 @@ SWITCHED = ["arcee", "ernie4.5", "exaone4", "gemma3", "granite", "granite4", "mi
 @pytest.mark.parametrize("variant", [variant for variant in SWITCHED if variant not in WITH_STATES + GEMMA4])
 def test_chunks_prefix_hits_preemptions_and_other_modules(variant, monkeypatch):
     """The fused modules get their weights as a checkpoint that is made of the plain ones' weights."""
-    llm = load(variant, num_blocks=20, block_size=4, max_num_batched_tokens=7, device="cpu")
+    llm = load(variant, num_blocks=15, block_size=4, max_num_batched_tokens=7, device="cpu")
     assert_golden(llm, variant, times=2)
     books = vars(llm.scheduler.block_manager)
     has_window = "window" in books or "kinds" in books  # in all layers, or in some: blocks that left it are free

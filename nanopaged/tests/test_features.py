@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import re
 import shutil
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -27,6 +26,7 @@ from nanopaged.api.assemble import pick_runner
 from nanopaged.cli import main as cli
 from nanopaged.options import default_feature, feature
 from nanopaged.tests.helpers import GOLDEN, ROOT, complaint, needs
+from nanopaged.tests.programs import run_program
 from nanopaged.tests.without import feature_of, files_of_tests, run_without
 from nanopaged.text.tokenizer import load_tokenizer
 from nanopaged.weights.build import modules_for
@@ -196,8 +196,9 @@ def test_no_feature_needs_one_that_is_on_by_default(name):
 
 def test_the_chapters_and_the_ring_alone(tmp_path):
     """Without any feature a prompt runs, and test_paged.py passes. Left out are tests of attention alone and of the
-    scheduler alone, whose files know of no feature, and Triton's path of all but three models: with a window in all
-    layers, in some and in none."""
+    scheduler alone, whose files know of no feature; and what takes the same way through the ring as another case: of
+    the logits all but one model's, which has no continuation here, of Triton's path all but one with windows in some
+    layers, of the cuts those of a model without windows and of graphs, which are a feature."""
     for file in ("kernel.py", "engine.py", "nanopaged/tiles.py", "nanopaged/optional_triton.py",
                  "nanopaged/device/choices.py", "nanopaged/tests/fake_model.py"):
         assert not {"features", "feature", "default_feature"} & {*identifiers(ROOT / file)}
@@ -205,17 +206,17 @@ def test_the_chapters_and_the_ring_alone(tmp_path):
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(ROOT / "nanopaged", tmp_path / "nanopaged", ignore=shutil.ignore_patterns(
         "features", "test_*.py", "__pycache__"))
-    alone = "float64 or programs_that_share or random_operations or attention_ or without_its_interpreter"
-    chosen = f"not ({alone} or triton_path) or triton_path and (gemma3 or mistral or qwen3) and not (groups or vl)"
+    alone = "float64 or programs_that_share or random_operations or attention_ or without_its_interpreter or padding"
+    chosen = (f"not ({alone} or triton or logits or cut or greedy and shakespeare) "
+              "or triton and gemma3 and not groups or logits and shakespeare or cut and mistral and not graphs")
     program = f"""if True:
         import sys
         import pytest
         from nanopaged.cli.main import main
         words = {[*PROMPT, "--temperature", "0", "--enforce-eager", "--device", "cpu"]}
         sys.exit(main(words) or pytest.main(["-q", "-p", "no:cacheprovider", "test_paged.py", "-k", {chosen!r}]))"""
-    run = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, stdout=subprocess.PIPE,
-                         stderr=subprocess.STDOUT, text=True)
-    assert run.returncode == 0 and "ROMEO:\nI'll be\n" in run.stdout and "failed" not in run.stdout, run.stdout
+    run = run_program(program, cwd=tmp_path)
+    assert run.returncode == 0 and "ROMEO:\nI'll be\n" in run.stdout and "failed" not in run.stdout, run
 
 
 # ---- Whose tests
@@ -256,11 +257,18 @@ def test_the_cores_tests_import_no_feature():
 
 
 @needs("beam", "samples")
-def test_tests_of_a_feature_that_is_not_there_are_skipped_and_say_so(capfd):
+def test_tests_of_a_feature_that_is_not_there_are_skipped_and_say_so(monkeypatch):
     """A file that imports it, a test that asks for it, and one that looks at what the program prints. Others run."""
+    runs, program = [], "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
+
+    def run_pytest(words, cwd):
+        runs.append(run_program(program, *words[words.index("pytest") + 1:], cwd=cwd))
+        return runs[0]
+
+    monkeypatch.setattr("nanopaged.tests.without.subprocess.run", run_pytest)
     files = [f"nanopaged/tests/test_{name}.py" for name in ("beam", "outputs", "readme")]
     assert run_without(["samples"], ["-q", "-rs", *files, "-k", "beam or samples or traces or three_texts"]) == 0
-    told = capfd.readouterr().out
+    told = runs[0].stdout
     counts = re.findall(r"SKIPPED \[(\d)\] \S+ needs nanopaged/features/samples, which is not there", told)
     assert sum(map(int, counts)) == 3 and "1 passed, 3 skipped" in told, told
 

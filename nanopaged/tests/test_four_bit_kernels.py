@@ -237,12 +237,12 @@ def test_options_that_do_not_go_with_4_bits():
 # ---- Cutting
 
 def test_an_ordinary_checkpoint_is_cut(monkeypatch, capfd):
-    llm = load(device="cpu", num_blocks=64, quantization="int4")
+    llm = load("shakespeare", device="cpu", num_blocks=64, quantization="int4")
     err = capfd.readouterr().err
     assert "matrices of the layers are cut to 4 bits, in groups of 64 and 128; embeddings, lm_head are not" in err
     assert "24 matrices in 4 bits are converted to float32, the first being layers.0.mlp.down_proj: 0.0 GiB" in err
     plain, cut = ((tensors := dict(one.runner.model.named_parameters()))["layers.0.qkv_proj.weight"] for one in (
-        load(device="cpu", num_blocks=64), llm))
+        load("shakespeare", device="cpu", num_blocks=64), llm))
     assert tensors["embed_tokens.weight"].shape == (1024, 256)
     assert torch.equal(cut, widen(*cut_int4(plain, 128))) and 0.01 < relative_error(cut, plain) < 0.12
     text = llm.generate("ROMEO:", GREEDY)[0].outputs[0].token_ids
@@ -269,7 +269,7 @@ def test_perplexity_of_the_bundled_model(monkeypatch):
     monkeypatch.setattr(four_bits, "CUT_GROUPS", (64,))
     perplexities = []
     for quantization in (None, "int4"):
-        llm = load(device="cpu", num_blocks=1000, quantization=quantization)
+        llm = load("shakespeare", device="cpu", num_blocks=1000, quantization=quantization)
         ids = llm.get_tokenizer().encode((BUNDLED / "held_out.txt").read_text())
         outputs = llm.generate([ids[i:i + 256] for i in range(0, len(ids), 256)],
                                SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)

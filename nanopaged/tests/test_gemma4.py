@@ -93,7 +93,7 @@ def test_what_is_refused(change, message):
 
 @pytest.mark.parametrize("variant, options", [
     *((variant, dict(num_blocks=num_blocks, block_size=4, max_num_batched_tokens=7, lookahead=i % 2))
-      for i, (variant, num_blocks) in enumerate(zip(GEMMA4, (15, 18, 18, 10)))),
+      for i, (variant, num_blocks) in enumerate(zip(GEMMA4, (15, 18, 16, 9)))),
     ("gemma4", dict(block_size=8, lookahead=1, max_num_seqs=2)),
     ("gemma4-moe", dict(enable_prefix_caching=False, enforce_eager=True)),
     *((variant, dict(speculative_config={"num_speculative_tokens": 3}, block_size=4, max_num_batched_tokens=20))

@@ -87,6 +87,12 @@ def llm(llguidance):
     return load(device="cpu", enforce_eager=True, max_model_len=512, num_blocks=512)
 
 
+@pytest.fixture(scope="module")
+def whole(llguidance):
+    """Its sentences have commas."""
+    return load("shakespeare", device="cpu", max_model_len=512, num_blocks=512)
+
+
 def params(max_tokens=80, **fields):
     names = StructuredOutputsParams.__dataclass_fields__
     structured = StructuredOutputsParams(**{name: fields.pop(name) for name in list(fields) if name in names})
@@ -162,12 +168,13 @@ def test_every_finished_text_fits_and_every_other_one_is_a_beginning(is_random, 
     assert sum(output.finish_reason == "stop" for output in outputs) > 0.8 * len(outputs)
 
 
-PERSON = {"type": "object", "properties": {"first name": {"type": "string", "maxLength": 6}, "age": {"type": "integer"},
+PERSON = {"type": "object", "properties": {"first name": {"type": "string", "maxLength": 6},
+                                           "age": {"type": "integer", "minimum": -9, "maximum": 99},
                                            "pets": {"type": "array", "items": {"enum": ["cat", "dog"]}, "maxItems": 2}},
           "required": ["first name", "age", "pets"], "additionalProperties": False}
 
 
-COMMA, NEWLINE = 11, 198  # tokens of the bundled model
+ET, COMMA, NEWLINE = 314, 11, 198  # tokens of the bundled model
 
 
 def mixed(llm):
@@ -176,7 +183,7 @@ def mixed(llm):
                 params(json=PERSON, n=3, seed=5), params(regex=r"\d{4}-\d{2}-\d{2} [a-z]{3,9}", presence_penalty=1.5),
                 params(choice=["yes, indeed", "no, never"], temperature=0), params(json=PERSON, logprobs=2, top_p=0.9),
                 SamplingParams(temperature=0, max_tokens=20, repetition_penalty=1.2), params(json=PERSON, top_k=3),
-                params(choice=["yes, indeed", "no, never"], reasoning_token_ids=[COMMA], n=2)]
+                params(choice=["yes, indeed", "no, never"], reasoning_token_ids=[ET], n=2)]
     outputs = run_checked(llm, ["ROMEO: what is it"] * len(settings), settings)
     return [[(sample.text, sample.token_ids) for sample in output.outputs] for output in outputs]
 
@@ -241,11 +248,13 @@ def test_forced_tokens_change_no_text_and_save_steps(lookahead, expected, monkey
 
 
 @pytest.mark.parametrize("more", [{}, dict(logprobs=1), dict(repetition_penalty=1.1), dict(n=3), dict(max_tokens=9)])
-def test_a_grammar_begins_when_the_reasoning_ends(llm, more):
+def test_a_grammar_begins_when_the_reasoning_ends(whole, more):
     """Until then the text is that of a request without a grammar."""
-    structure = dict(choice=["yes, indeed", "no, never"], reasoning_token_ids=[COMMA])
-    given, plain = params(**structure, **more), SamplingParams(temperature=1, seed=1, **dict(max_tokens=80) | more)
-    found, free = (llm.generate("ROMEO: what", each, use_tqdm=False)[0].outputs for each in (given, plain))
+    llm, structure = whole, dict(choice=["yes, indeed", "no, never"], reasoning_token_ids=[COMMA])
+    given = params(**structure, **more)
+    found = llm.generate("ROMEO: what", given, use_tqdm=False)[0].outputs
+    plain = SamplingParams(temperature=1, seed=1, **more | dict(max_tokens=max(len(one.token_ids) for one in found)))
+    free = llm.generate("ROMEO: what", plain, use_tqdm=False)[0].outputs
     for sample, other in zip(found, free, strict=True):
         reasoning, comma, text = sample.text.partition(",")
         assert other.text.startswith(reasoning + comma)
@@ -441,7 +450,7 @@ def test_a_byte_level_tokenizer_of_the_package_tokenizers(llguidance, tmp_path):
     pytest.importorskip("tokenizers", reason="reads this tokenizer; .ci/run installs it for its last part")
     spec = json.loads((BUNDLED / "tokenizer.json").read_text())
     folder = write_files(tmp_path, {"tokenizer.json": spec | DEEPSEEK})
-    llm = load(device="cpu", enforce_eager=True, tokenizer=str(folder), num_blocks=512)
+    llm = load("shakespeare", device="cpu", enforce_eager=True, tokenizer=str(folder), num_blocks=512)
     assert llm.tokenizer.token_bytes() == load().tokenizer.token_bytes()
     structures = [dict(json=PERSON), dict(choice=["yes, indeed", "no, never"])] * 4
     outputs = run(llm, *(params(**structure, seed=i) for i, structure in enumerate(structures)), prompt="ROMEO:")

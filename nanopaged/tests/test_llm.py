@@ -20,7 +20,7 @@ from nanopaged.tiles import widest_window
 
 def test_an_end_token_ends_a_text_unless_it_is_ignored():
     """Some files config.json have an eos_token_id of -1, which no model has. (test_paged.py has other ends.)"""
-    llm, params = load(), dict(temperature=0, max_tokens=9, min_tokens=3)
+    llm, params = load("shakespeare"), dict(temperature=0, max_tokens=9, min_tokens=3)
     ids = tokens_of(llm.generate(PROMPT, SamplingParams(**params)))[0]
     at = next(i for i in range(3, 9) if ids.index(ids[i]) == i)  # a token that is new there
     llm.eos_token_ids = {-1, ids[at]}

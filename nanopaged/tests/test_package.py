@@ -6,8 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-from functools import partial
-from multiprocessing.pool import ThreadPool
 
 import pytest
 
@@ -16,6 +14,7 @@ import kernel
 import model
 import nanopaged
 from nanopaged.tests.helpers import GOLDEN, ROOT, needs, without_notes
+from nanopaged.tests.programs import run_program
 
 CHAPTERS = ("kernel", "model", "engine")
 
@@ -133,9 +132,9 @@ def test_a_users_modules_stay_his(users_folder):
     for name, before in imports.items():
         (users_folder / name).write_text(
             USERS_PROGRAM.format(before=before, checkpoint=str(GOLDEN / "qwen3"), root=str(ROOT)))
-    with ThreadPool(2) as threads:  # side by side
-        for done in threads.map(partial(python, cwd=users_folder), imports):
-            assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    before = run_program((users_folder / "before.py").read_text(), cwd=users_folder, PYTHONPATH=str(ROOT))
+    for done in (before, python("after.py", cwd=users_folder)):
+        assert (done.returncode, done.stdout, without_notes(done.stderr)) == (0, "", "")
 
 
 def test_the_program_runs_from_anywhere_until_its_reader_goes_away(users_folder):

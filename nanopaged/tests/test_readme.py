@@ -2,8 +2,6 @@
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +13,7 @@ from nanopaged.api.llm import LLM
 from nanopaged.cli.main import help_text, main
 from nanopaged.device import choices, pool, runner
 from nanopaged.tests.helpers import ROOT, needs
+from nanopaged.tests.programs import run_program
 from nanopaged.tests.without import feature_names, is_there
 from nanopaged.weights.families import read_model_config
 
@@ -271,5 +270,5 @@ def test_the_example_of_a_feature_runs(tmp_path):
         sure, greedy, drawn, unsure = (output.outputs[0].text for output in llm.generate(["ROMEO:"] * 4, params))
         assert sure == greedy != drawn == unsure, (sure, greedy, drawn, unsure)
         assert drawn == llm.generate("ROMEO:", params[2])[0].outputs[0].text"""
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    done = run_program(program, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -1,7 +1,6 @@
 """The runner: devices, types, memory, and what is compiled before the first request."""
 import json
 import os
-import subprocess
 import sys
 import threading
 
@@ -28,6 +27,7 @@ from nanopaged.tests.helpers import (
     tokens_of,
     without_notes,
 )
+from nanopaged.tests.programs import run_program
 
 
 class RecordingKernel:
@@ -142,8 +142,7 @@ def test_whatever_lacks_memory_at_the_start_gets_a_sentence(tmp_path):
                                                      | change))
         runs.append([str(path), mib, *options])
         problems.append(problem)
-    run = subprocess.run([sys.executable, "-c", LITTLE_MEMORY, json.dumps(runs)], cwd=ROOT, capture_output=True,
-                         text=True)
+    run = run_program(LITTLE_MEMORY, json.dumps(runs), cwd=ROOT)
     sentences = without_notes(run.stderr).splitlines()
     assert run.stdout.split() == ["2"] * len(runs), run.stderr
     assert len(sentences) == len(problems)

@@ -101,11 +101,12 @@ def test_an_fp8_cache_changes_the_loss_by_less_than_a_percent():
     held_out = shared().get_tokenizer().encode((BUNDLED / "held_out.txt").read_text())
     prompts, losses = [held_out[start:start + 400] for start in range(0, 2400, 400)], []
     for dtype in ("auto", "fp8"):
-        llm = load(kv_cache_dtype=dtype)
+        llm = load("shakespeare", kv_cache_dtype=dtype)
         outputs = llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=0))
         tokens = [list(entry.values())[0].logprob for output in outputs for entry in output.prompt_logprobs[1:]]
         losses.append(-sum(tokens) / len(tokens))
     assert 2.6 < losses[0] < 3.3  # nats per token; training.json says 3.20 of the whole tenth
     assert losses[1] == pytest.approx(losses[0], rel=0.01) and losses[1] != losses[0]
-    assert llm.runner.pool.block_bytes * 4 == shared().runner.pool.block_bytes  # float32 here; half of bfloat16
+    in_float32 = shared("shakespeare").runner.pool.block_bytes
+    assert llm.runner.pool.block_bytes * 4 == in_float32  # half of bfloat16
     assert all(k_scale > 0 and v_scale > 0 for _, _, k_scale, v_scale in llm.runner.kv_cache)

@@ -41,7 +41,7 @@ def test_texts_do_not_depend_on_swapping(variant, options, moved):
 @pytest.mark.parametrize("variant", ["mistral", "qwen3"])
 def test_nor_do_those_of_mixed_requests(variant, lookahead, moved):
     """Samples, beams, penalties, log probabilities of both kinds."""
-    llm = load(variant, num_blocks=14, block_size=4, swap_space=0.01, device="cpu", lookahead=lookahead)
+    llm = load(variant, num_blocks=13, block_size=4, swap_space=0.01, device="cpu", lookahead=lookahead)
     assert texts(llm)[0] == from_one_pool(model=variant) and moved
 
 
