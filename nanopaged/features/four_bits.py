@@ -150,7 +150,6 @@ class Plan:
             raise ValueError("a model whose matrices are stored as [in, out] (GPT-2) is not supported in 4 bits")
         self.config, self.is_cut, self.linears = config, path is None, list[model.Linear]()
         self.codes = FP8 if config.four_bits == "fp8" else torch.uint8
-        self.stored, self.others = read_stored(path, self.codes) if path else ({}, [])
         self.residual = list[bool]()  # whether a Linear's result is added to the residual stream
         plain = model.PLAIN._replace(linear=self.record, residual_linear=partial(self.record, residual=True))
         with torch.device("meta"):
@@ -160,11 +159,12 @@ class Plan:
         self.next_path = itertools.cycle(self.paths)  # a Transformer makes its Linears in this order
         parts = {path: [bare(part) for part in checkpoint_tensors(f"{path}.weight", linear.weight, config)]
                  for path, linear in zip(self.paths, self.linears) if path}
+        there = {bare(theirs) for name, one in whole.named_parameters() for theirs in checkpoint_tensors(
+            name, one, config)} | {"lm_head"}  # and no vision tower, or layers that predict several tokens
+        self.stored, self.others = read_stored(path, self.codes, there) if path else ({}, [])
         self.matrices = {name: describe(name, one, config.four_bits) for name, one in self.stored.items()}
         self.origins = {bare(part): name for name, one in self.matrices.items() for part, _ in unmerge(
             [(f"{name}.weight", torch.empty(one[:2], device="meta"))], config)}  # a part -> the matrix that it is in
-        there = {bare(theirs) for name, one in whole.named_parameters() for theirs in checkpoint_tensors(
-            name, one, config)} | {"lm_head"}  # and no vision tower, or layers that predict several tokens
         used = {origin for part, origin in self.origins.items() if part in there}
         self.stored, self.matrices = ({name: one for name, one in of.items() if name in used} for of in (
             self.stored, self.matrices))
@@ -289,12 +289,16 @@ def bare(name: str) -> str:
 # Formats
 # --------------------------------------------------------------------------------------------------
 
-def read_stored(path: Path, codes: torch.dtype) -> tuple[dict[str, Parts], list[tuple[str, Tensor]]]:
+def read_stored(path: Path, codes: torch.dtype, there: set[str]) -> tuple[dict[str, Parts], list[tuple[str, Tensor]]]:
     """The matrices in 4 bits, or in FP8, and the other tensors, as views of the mapped files. codes: the type of
-    matrices that are stored as "weight". ValueError for other numbers of 8 bits."""
+    matrices that are stored as "weight"; there: names of the model's tensors. What begins like none of these, as a
+    vision tower does, is left out. ValueError for other numbers of 8 bits."""
     stored, others = dict[str, Parts](), list[tuple[str, Tensor]]()
+    beginnings = {name.partition(".")[0] for name in there}
     for name, tensor in read_tensors(path):
         owner, _, end = name.removesuffix("_inv").rpartition(".")
+        if bare(name).partition(".")[0] not in beginnings:
+            continue
         if end in (*CODES[:2], *BESIDE) or end == "weight" and tensor.dtype is codes and tensor.dim() == 2:
             stored.setdefault(owner, {})[end] = tensor
         elif tensor.itemsize == 1 and (end == "weight" or tensor.is_floating_point()):

@@ -182,6 +182,14 @@ def test_other_names_of_the_same(variant, quantization, change, tmp_path):
     assert_golden(llm, variant)
 
 
+@pytest.mark.parametrize("name, tensor", [
+    ("visual.blocks.0.mlp.weight_packed", torch.zeros(3, 5, dtype=torch.int32)),  # without scales
+    ("vision_tower.encoder.layers.0.fc1.weight", torch.zeros(3, 5).to(torch.float8_e4m3fn))])
+def test_matrices_of_a_vision_tower_are_left_alone(name, tensor, tmp_path):
+    path = rewritten(tmp_path, "int4/compressed", lambda tensors: tensors | {f"model.{name}": tensor})
+    assert_golden(load(path, device="cpu", num_blocks=64), "int4/compressed")
+
+
 def test_symmetric_gptq_has_no_zeros():
     parts = dict(qweight=torch.randint(-2**31, 2**31 - 1, (8, 16), dtype=torch.int32), scales=torch.rand(2, 16),
                  qzeros=torch.full((2, 2), 0x77777777, dtype=torch.int32), g_idx=torch.arange(64) // 32)

@@ -123,7 +123,8 @@ def test_options_beside_blocks(tmp_path, able, pretends, capfd):
     (lambda t: t | {Q_PROJ: t[Q_PROJ].float()}, f"_scale and lacks {Q_PROJ}; fetch it again"),
     (lambda t: t | {Q_PROJ: t[Q_PROJ].float().to(torch.float8_e5m2)}, f"tensor {Q_PROJ} [160, 160] has the type torch"),
     (lambda t: t | {"lm_head.weight": torch.ones(2, 2, 2).to(FP8)}, "tensor lm_head.weight [2, 2, 2] has the type to"),
-    (lambda t: t | {"experts.down_proj": torch.ones(2, 2, 2).to(FP8)}, "tensor experts.down_proj [2, 2, 2] has the")])
+    (lambda t: t | {"layers.0.mlp.experts.down_proj": torch.ones(2, 2, 2).to(FP8)},
+     "tensor layers.0.mlp.experts.down_proj [2, 2, 2] has the")])
 def test_tensors_that_do_not_fit(tmp_path, change, problem, able):
     stored, _ = quantised(tensors_of(LLAMA), "Qwen3, blocks")
     assert problem in complaint(load, write(tmp_path / "stored", LLAMA, change(stored), QWEN3), device="cpu")
