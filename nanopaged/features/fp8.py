@@ -50,7 +50,7 @@ def read_form(quantization: Any) -> str:
         for weights in [group["weights"] for group in given.get("config_groups", {}).values()]:
             is_fp8 &= (weights["num_bits"], weights["type"]) == (8, "float")
             is_fp8 &= weights["strategy"] in ("tensor", "channel", "block")
-            is_fp8 &= weights.get("block_structure") in (None, BLOCK)
+            is_fp8 &= weights.get("block_structure") in (None, BLOCK, "128x128")  # older ones have a string
             strategies.append(weights["strategy"])
     except (AttributeError, KeyError, TypeError):  # config.json may hold anything
         is_fp8 = False

@@ -289,6 +289,10 @@ def test_other_quantisations_keep_their_sentence(quantization, name):
     assert "or with FP8 weights (e4m3, a scale for each tensor, channel or block of 128 x 128; quant_method" in message
 
 
+def test_older_blocks_are_written_as_a_string():
+    assert read_model_config(LLAMA | dict(quantization_config=compressed("block", "128x128"))).fp8 == "block"
+
+
 # ---- Weights that keep their 8 bits
 
 # A matrix has whole blocks, also on each of two ranks.
