@@ -7,6 +7,7 @@ import secrets
 import shlex
 import signal
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
@@ -116,12 +117,21 @@ def test_every_line_once_though_an_actor_is_killed(tmp_path, monkeypatch):
     raw, rows, actors = write_lines(600), [], set()
     monkeypatch.setattr(ray.data.DataContext.get_current().execution_options, "preserve_order", True)
     lines = ray.data.read_datasource(ray_data.Lines(str(tmp_path / "in.jsonl")))
-    for row in ray_data.generate(lines, actors=2, device="cpu", num_blocks=1024).iter_rows():
-        if len(rows) % ray_data.BLOCK == 0:
-            actors.update(found := processes(b"MapWorker"))
-        if not rows:
-            os.kill(found[0], signal.SIGKILL)
-        rows.append(row)
+    has_ended = threading.Event()
+
+    def watch():
+        while not has_ended.wait(0.05):
+            actors.update(processes(b"MapWorker"))
+
+    (watcher := threading.Thread(target=watch)).start()
+    try:
+        for row in ray_data.generate(lines, actors=2, device="cpu", num_blocks=1024).iter_rows():
+            if not rows:
+                os.kill(processes(b"MapWorker")[0], signal.SIGKILL)
+            rows.append(row)
+    finally:
+        has_ended.set()
+        watcher.join()
     assert len(actors) == 3  # one has taken the place of the other
     assert [row["text"] for row in rows] == raw and [row["line"] for row in rows] == [1, 2, *range(4, 602)]
     assert [row["error"] is None for row in rows] == [True] * (600 - len(BAD)) + [False] * len(BAD)
