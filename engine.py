@@ -294,9 +294,9 @@ class BlockManager:
     def admit(self, seq: Sequence, is_last: bool = False) -> bool:
         """Give a waiting sequence the blocks that it can share. False, taking none, if too few blocks are free for the
         rest of its tokens. The rest comes from `allocate`, chunk by chunk. Nothing is reserved: other sequences may
-        take the free blocks first, and then the last running sequence is preempted. Beside a sequence that comes after
-        all running ones, a few blocks must stay free (the watermark): else it would soon be preempted, and computed
-        again."""
+        take the free blocks first, and then the last running sequence is preempted. is_last: the sequence comes after
+        all running ones, and there are some. Then 2% of the blocks (the watermark) must stay free beside its tokens, or
+        it would soon be preempted, and computed again."""
         hit = self.plan(seq, self.watermark if is_last else 0)
         if hit is not None:
             self.start(seq, hit)

@@ -7,9 +7,9 @@ text is. It answers a key k with S^T k. A token corrects what S answers to the t
     S = S + k * (beta * (v - S^T k))^T       for beta = 1, S now answers k with v
     o = S^T q
 
-g and beta are numbers of the token and the head. Several value heads share a head of q and k.
+g and beta are scalars of the token and the head. Several value heads share a head of q and k.
 
-**Before it**, a short convolution mixes each number of q, k and v with those of the three tokens before. These inputs
+**Before it**, a short convolution mixes each channel of q, k and v with those of the three tokens before. These inputs
 are the layer's second state. It is a ring: the input of position p is entry p % taps of a slot, so no entry ever moves,
 and who reads positions p - 3 to p - 1 does not meet who writes p. **Behind it**, a norm of each head, and a gate.
 
@@ -22,8 +22,10 @@ before the chunk:
     o = exp(G) * (q S) + P new,      P[i, j] = exp(G_i - G_j) * (q_i . k_j) for j <= i
     S = exp(G_last) * S + (exp(G_last - G) * k)^T new
 
-Where a chunk ends changes the last bits, so chunks end at multiples of CHUNK positions, however a prompt is cut into
-steps. This file is the plain form; delta_kernels.py computes the same in a few launches on a GPU.
+Where a chunk ends changes the last bits, so chunks end at multiples of CHUNK positions, however a prompt is divided
+into steps. The prefix cache keeps snapshots of both states at such positions (kinds/states.py).
+
+This file is the plain form; delta_kernels.py computes the same in a few launches on a GPU.
 """
 from functools import reduce
 from typing import Any, NamedTuple

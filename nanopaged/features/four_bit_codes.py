@@ -1,8 +1,9 @@
 """How codes of 4 or 8 bits become numbers in registers, and the product with these. Goes together with four_bits.py.
 
-**The order of codes.** A tensor core takes 16 neighbours of a row from four threads. Thread t (0 to 3) holds the
-columns 2t, 2t + 1, 2t + 8 and 2t + 9 in two registers, and the two columns of a register are a pair. The codes of 32
-neighbours fill four words of 32 bits. Word t holds the four pairs of thread t, so no number moves to another thread:
+**The order of codes.** A tensor core takes 16 consecutive numbers of a row from four threads. Thread t (0 to 3) holds
+the columns 2t, 2t + 1, 2t + 8 and 2t + 9 in two registers, and the two columns of a register are a pair. The codes of
+32 consecutive numbers fill four words of 32 bits. Word t holds the four pairs of thread t, so no number moves to
+another thread:
 
     bits of word t    28-31  24-27  20-23  16-19  |  12-15   8-11    4-7    0-3
     column            2t+25  2t+17   2t+9   2t+1  |  2t+24  2t+16   2t+8     2t
@@ -21,7 +22,8 @@ each instruction therefore makes both numbers of a pair, one in each half of a r
                 number times 2^-120. An FMA multiplies it by 2^120. 9 instructions for two pairs, without a scale.
 
 **Scales.** The scale multiplies the sums of a tile of 128 columns if each row has one there: e4m3; integers in groups
-of 128 or more, if a program has at most MOST_SCALED_SUMS columns of x. Otherwise the scale multiplies the numbers.
+of 128 or more, if a program has at most MOST_SCALED_SUMS columns of x. This costs a multiplication for each sum and
+tile, so it pays for few sums. Otherwise the scale multiplies the numbers, two in one instruction.
 """
 from typing import Any, NamedTuple
 
@@ -37,7 +39,7 @@ from nanopaged.tiles import cdiv
 HAS_PTX = tl.constexpr(not INTERPRETED and torch.version.hip is None)
 TILE = 128  # columns, which are those of a block of e4m3
 SUMS = tl.constexpr(2.0 ** 64)
-MOST_SCALED_SUMS = tl.constexpr(32)  # of x; with more, scales multiply the numbers, two at once, and not the sums
+MOST_SCALED_SUMS = tl.constexpr(32)  # columns of x in a program whose sums are multiplied by scales
 
 
 def order_codes(weight: Tensor) -> Tensor:
@@ -103,12 +105,12 @@ def kind_of(codes: torch.dtype, scale: torch.dtype) -> str:
 def products(x, exists, weight, scale, zero, row, first, PART: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr,
              KIND: tl.constexpr, ZEROS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
              PDL: tl.constexpr):
-    """PART neighbours of rows of a weight times as many of rows of x, in float32: [ROWS, COLUMNS]. x, exists
+    """PART consecutive numbers of rows of a weight times those of rows of x, in float32: [ROWS, COLUMNS]. x, exists
     [1, COLUMNS]: the address of each row's first neighbour, and whether the row exists. row, first [ROWS, 1]: a row of
     the weight, and its first column. Scales are too narrow for the loop's pipeline: they come UNROLL tiles ahead."""
     GROUP: tl.constexpr = TILE if KIND == "fp8" else SIZE // GROUPS if GROUPS > 1 else 2 ** 30
     IN_SUMS: tl.constexpr = KIND == "fp8" or KIND == "int4" and GROUP >= TILE and x.shape[1] <= MOST_SCALED_SUMS
-    # With one scale in a row the compiler would move the codes to another layout, through shared memory.
+    # A tile with one scale loads it twice: beside a single one the compiler would move codes through shared memory.
     COUNT: tl.constexpr = 2 if GROUP >= TILE else TILE // GROUP
     CODES: tl.constexpr = 4 if KIND == "fp8" else 8  # of a word
     WORDS: tl.constexpr = (SIZE + 4 * CODES - 1) // (4 * CODES) * 4  # of a row
@@ -157,7 +159,7 @@ def _load(at, group, k, GROUP: tl.constexpr, GROUPS: tl.constexpr, COUNT: tl.con
 @jit
 def _numbers(words, factor, shift, GROUP: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.constexpr, TILE: tl.constexpr,
              dtype: tl.constexpr):
-    """A tile [ROWS, TILE] of numbers, times their scales if there is a factor; e2m1 in bfloat16 also divided by SUMS.
+    """A tile [ROWS, TILE] of numbers, times their scales if there is a factor; with PTX, e2m1 also divided by SUMS.
     factor: scales [ROWS, COUNT], or None; shift: zeros [ROWS, COUNT]"""
     if not HAS_PTX or dtype != tl.bfloat16 or KIND == "int4" and GROUP < 32:  # a word of integers has one scale
         return numbers(words, factor, shift, KIND, ZEROS, TILE).to(dtype)

@@ -1,8 +1,8 @@
 """Products with weights of 4 bits, or of 8 in blocks. Goes together with four_bits.py, which reads and describes them.
 
 Few rows of x are bound by memory: one kernel reads codes and scales, and turns a tile of them into numbers in registers
-in front of the tensor cores (four_bit_codes.py). Many rows are bound by the tensor cores: a kernel turns the matrix
-into 16 bits once, and the library multiplies.
+in front of the tensor cores (four_bit_codes.py). Many rows are bound by the tensor cores: in each step a kernel turns
+the whole matrix into x's type, and the library multiplies. x in float32 always takes this way.
 """
 from functools import partial
 from typing import Any, Callable, Iterator
@@ -18,7 +18,7 @@ from nanopaged.optional_triton import jit, launch_options, tl
 from nanopaged.tiles import cdiv
 
 FEWEST_COLUMNS = 2048  # of a part of the inner dimension
-MOST_ROWS = 256  # of x that the kernel multiplies; with more, the matrix is turned into 16 bits
+MOST_ROWS = 256  # of x that the kernel multiplies; with more, each step turns the matrix into 16 bits
 MOST_COLUMNS = 128  # of x in a program
 MOST_SLICED = 8  # rows of x; with more, a program has no slices of the inner dimension side by side
 
@@ -147,9 +147,10 @@ def few_rows_kernel(x, weight, scale, zero, row_scale, bias, out, num_rows, num_
                     TILE: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, BIAS: tl.constexpr,
                     GATED: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr):
     """Grid (ROWS rows of the weight, part of the inner dimension, COLUMNS rows of x, which are columns as in fused.py).
-    A product has 64 rows and 16 columns or more. For each slice of the inner dimension the rows of the weight (ROWS of
-    the gate, ROWS of up) and the columns are repeated, and only products within a slice are added up: so a small matrix
-    has enough programs. Rows of the weight that do not exist load the last one's numbers, and are not stored."""
+    SLICES split the inner dimension inside a program, so that a small matrix has enough programs. One product, which
+    has 64 rows and 16 columns or more, multiplies the rows of all slices (of each ROWS of the gate and ROWS of up) by
+    the columns of all slices. Only its blocks on the diagonal, of a slice with itself, are added up. Rows of the weight
+    that do not exist load the last one's numbers, and are not stored."""
     HEIGHT: tl.constexpr = 2 * ROWS if GATED else ROWS
     SLICE: tl.constexpr = PART // SLICES
     all_rows, all_columns = tl.arange(0, SLICES * HEIGHT)[:, None], tl.arange(0, SLICES * COLUMNS)[None, :]

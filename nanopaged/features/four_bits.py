@@ -10,8 +10,10 @@ Checkpoints have this in many formats, and all become one layout while they are 
                   e4m3                   NVFP4: e2m1, in groups of 16
                   16 or 32 bits          an integer: the code minus 8, or minus the group's zero
     zero        [out, groups], bytes     of asymmetric integers
-    row_scale   [out, 1], float32        of NVFP4: one number for the stored matrix. q, k and v are merged here
-    order       [in]                     of GPTQ with act-order: the columns of a group are no neighbours as stored
+    row_scale   [out, 1], float32        of NVFP4: the stored matrix's global scale, which each row of a merged matrix
+                                         has for itself
+    order       [in]                     with act-order (GPTQ, compressed-tensors) columns are sorted by group while
+                                         they are read, and a product first brings x into the same order
 
     e2m1    code      0    1    2    3    4    5    6    7    8 .. 15
             number    0   0.5   1   1.5   2    3    4    6    the same, negative
@@ -221,7 +223,7 @@ class Plan:
             print(f"{len(wide)} matrices in {bits} bits are converted to {kind}, the first being {min(wide)}: "
                   f"{numbers * itemsize / 2**30:.1f} GiB instead of {(numbers * bits / 8 + size) / 2**30:.1f} (a GPU "
                   f"with Triton keeps {bits} bits, of experts in 16-bit types without enforce_eager; matrices that are "
-                  "merged, such as q, k and v, and a layer's experts must agree in bits, groups and order of columns)",
+                  "merged, such as q, k and v, must have one format, and so must a layer's experts, without act-order)",
                   file=sys.stderr)
 
     def read(self, tensors: Iterable[tuple[str, Tensor]], device: torch.device) -> Iterator[tuple[str, Tensor]]:

@@ -8,8 +8,9 @@ In a product the tokens of an expert are the columns of a tile:
     results                 2(a) 2(b) 1(c)       times the scores; the norm that follows adds the rows up, in this order
                             0(a) 0(b) 2(c)
 
-Nothing waits for the host, and shapes follow from the number of tokens, so a step can be recorded. The order in which
-a result is added up depends neither on the other tokens nor on their number.
+Nothing waits for the host, and shapes follow from the number of tokens, so a step can be recorded. A token's results
+are added up in the order of its experts, whatever other tokens there are. (With weights in 4 bits the products' last
+bits differ between few and many tokens.)
 """
 from functools import partial
 from typing import Any, Callable, Iterator, Sequence
@@ -190,7 +191,7 @@ def route_kernel(logits, bias, scale, scores, counts, pairs, num_rows, EXPERTS: 
                  SHARED: tl.constexpr, SIGMOID: tl.constexpr, COUNT: tl.constexpr, ONE_TOKEN: tl.constexpr,
                  PDL: tl.constexpr):
     """Grid (token,). `choose_experts`, and the token's pairs are added to those of its experts. Padding may hold
-    anything. Its tokens get different experts all the same, so that no expert has more pairs than there are tokens."""
+    anything. The experts of a token of padding differ, too, so that no expert has more pairs than there are tokens."""
     token, expert, n = tl.program_id(0), tl.arange(0, PADDED), tl.arange(0, CHOICES)
     kernel.wait_for_previous_kernel(PDL)
     x, shared = tl.zeros([PADDED], tl.float32), 0.0

@@ -1,4 +1,4 @@
-"""Gemma 4 (Google 2026): heads of two sizes, K that is V as well, and norms on both sides of each sublayer.
+"""Gemma 4 (Google 2026): heads of two sizes, K and V from one projection, and norms on both sides of each sublayer.
 
 What its layers have besides those of Gemma 3:
 
@@ -10,13 +10,15 @@ What its layers have besides those of Gemma 3:
     rope             Of layers that attend to all tokens a quarter of the pairs rotates ("proportional", rope.py).
     layer_scalar     multiplies what a layer returns.
     logits           cap * tanh(logits / cap), with cap = final_logit_softcapping
-    experts          (26B-A4B) stand beside the dense MLP. Each has a norm before and behind it, and a third one has the
-                     sum. The router has a norm of its own, and each expert's score a factor.
-    shared K and V   (E2B, E4B) The later half of the layers has q alone, and attends to K and V of the last layer of
-                     its kind that has them. The pool has nothing for these layers. Their MLP is wider in E2B.
-    a vector of each token for each layer
-                     (E2B, E4B) comes from a second table of embeddings, and from the embedding. A layer adds it to the
-                     stream last, through a gate. The table may lie on the host (`tables_on_host`).
+    experts          (26B-A4B) stand beside the dense MLP. Both have a norm before and after them, and their sum has a
+                     third. The router has a norm of its own, and each expert's score a factor.
+    shared K and V   (E2B, E4B) The last num_kv_shared_layers layers compute q alone, and attend to K and V of the last
+                     layer of their kind that has them. The pool has nothing for these layers. Their MLP is wider in
+                     E2B.
+    per-layer embeddings
+                     (E2B, E4B) A second table, and the embedding, give each token a vector for each layer. A layer
+                     adds its vector to the stream last, through a gate. The table may lie on the host
+                     (`tables_on_host`).
 
 In multimodal checkpoints this is the text model. Other parts (vision and audio towers) are not read.
 """
@@ -133,7 +135,7 @@ class FusedGemma4Layer(Gemma4Layer):
             x = self.mlp(x)
         late = Late(x, self.mlp_post_norm, residual, self.layer_scalar)
         if self.config.gemma4["vector_size"]:
-            _, x = late._replace(scalar=None).then(self.mlp_post_norm)
+            _, x = late._replace(scalar=None).then(self.mlp_post_norm)  # any norm will do: the sum alone is used
             late = Late(self.gated_vectors(x, batch), self.post_per_layer_input_norm, x, self.layer_scalar)
         return late.then(late.norm)[1] if self.is_last else late
 
@@ -277,12 +279,12 @@ def add_norms_kernel(x, post, residual, scalar, weight, out, total, eps, num_row
 
 
 def gather_rows(table: Tensor, ids: Tensor) -> Tensor:
-    """table[ids], [T, size], of a table in pinned memory of the host. The GPU reads it there: when the host launches a
-    step, it does not know the ids that the step before samples."""
+    """table[ids], [T, size], of a table in pinned memory of the host. The kernel reads the rows there (zero-copy). The
+    host cannot copy them: when it launches a step, it does not know the ids that the step before samples."""
     size = table.shape[1]
     out = torch.empty(len(ids), size, dtype=table.dtype, device=ids.device)
     gather_rows_kernel[(len(ids), tiles.cdiv(size, GATHER_TILE))](
-        table, ids, out, SIZE=size, TILE=GATHER_TILE, **launch_options(ids.device, in_chain=False))
+        table, ids, out, SIZE=size, TILE=GATHER_TILE, **launch_options(ids.device, in_chain=False))  # it does not wait
     return out
 
 

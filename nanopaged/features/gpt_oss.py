@@ -2,7 +2,7 @@
 
 What it has besides features/experts.py:
 
-    sinks            Each query head has a learned score that no key has. It stands in the softmax's denominator, so a
+    sinks            Each query head has a learned logit of no key. It stands in the softmax's denominator, so a
                      head whose keys do not matter to a token can give (almost) nothing (Xiao et al. 2023).
     windows          of 128 tokens in every second layer, from the first on
     biases           of all products: q, k, v, o, the router's and the experts'
@@ -70,13 +70,13 @@ def clamped_swiglu(x: Tensor) -> Tensor:
 def with_sinks(modules: model.Modules) -> model.Modules:
     """The modules with these layers and experts, made of those of other models."""
     layer, last_layer = (type(kind.__name__, (SinksLayer, kind), {}) for kind in (modules.layer, modules.last_layer))
-    mlp = ClampedMLP if modules.mlp is model.MLP else modules.mlp  # on a GPU an expert is only where its weights are
+    mlp = ClampedMLP if modules.mlp is model.MLP else modules.mlp  # on a GPU an expert only holds weights
     return modules._replace(layer=layer, last_layer=last_layer, mlp=mlp)
 
 
 def split_experts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """The tensors, with those of all experts as views for each expert. A checkpoint has the matrices as [experts, in,
-    out], or in MXFP4 codes [experts, out, ..], and gate and up in turns along `out`."""
+    out], or in MXFP4 codes [experts, out, ..], and gate and up interleaved along `out`."""
     for name, tensor in tensors:
         path, _, last = name.rpartition(".")
         if not path.endswith(".experts"):

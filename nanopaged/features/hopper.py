@@ -3,7 +3,7 @@
 In `_prefill` of kernel.py all warps of a program do the same: they load a tile, multiply, compute exponentials.
 Meanwhile the tensor cores of an H200 wait for a third of the time. FlashAttention-3 (Shah et al. 2024) gives warps
 different tasks (**warp specialization**), which plain Triton cannot express on this card. **Gluon** can. It is Triton's
-lower level: the text says which warps do what, and how a tensor lies in registers or memory (its **layout**). A program
+lower level: the program says which warps do what, and how a tensor lies in registers or memory (its **layout**). It
 has three parts. They go through the same work list as the plain kernel:
 
     a copying warp       It asks the hardware's copying unit (TMA) for tiles. Copies run by themselves.
@@ -94,8 +94,8 @@ def launch_prefill(launch: kernel.Launch, query_tiles: Tensor) -> None:
 @lru_cache
 def on_hopper(group: int, head_dim: int, block_size: int, dtype: torch.dtype, cache_dtype: torch.dtype,
               device: torch.device) -> bool:
-    """Whether the kernel of this file computes prefill. Model and device decide, never the batch: a text keeps its
-    bits.
+    """Whether the kernel of this file computes prefill. Model and device decide, never the batch, on which
+    results therefore do not depend.
 
     The first call compiles the kernel. If this Triton has no Gluon, or another one, a warning says so.
     """
@@ -162,8 +162,8 @@ def prefill_on_hopper(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, 
 def hopper_prefill_kernel(out, q_box, k_box, v_box, block_tables, seq_lens, query_start_loc, sinks, work, num_items,
                           num_kv_heads, window, scale, out_token, out_head, table_row, GROUP: tl.constexpr,
                           WINDOW: tl.constexpr, PDL: tl.constexpr):
-    """work, scale: as for paged_attention_kernel; num_items: an item is an entry of work and a kv head. The numbers at
-    the end are the warps of the second and third part, and the registers of each of their threads."""
+    """work, scale: as for paged_attention_kernel; num_items: an item is an entry of work and a kv head. The lists at
+    the end are of the second warpgroup and of the copying warp: warps, and registers of a thread."""
     WIDE: tl.constexpr = q_box.block_type.shape[2] > 128  # a thread holds 128 numbers of acc, so 32 of scores, not 64
     BLOCKS: tl.constexpr = 1 if WIDE else 2  # of a tile of keys
     q, k, v = _ring(q_box, 1, 1 if WIDE else 2), _ring(k_box, BLOCKS, 2), _ring(v_box, BLOCKS, 2)
@@ -327,7 +327,7 @@ def _compute(out, q, k, v, batch, sinks, scale, out_token, out_head, HALF: tl.co
         total = sums.sum
         if sinks is not None:  # as in `_normalize`
             head = item.kv_head * GROUP + gl.minimum(row % PADDED, GROUP - 1)
-            total += gl.exp2(gl.load(sinks + head).to(gl.float32) * 1.4426950408889634 - sums.max)
+            total += gl.exp2(gl.load(sinks + head).to(gl.float32) * 1.4426950408889634 - sums.max)  # log2(e)
         my_q.store((sums.acc * (1.0 / total)[:, None]).to(out.dtype.element_ty))
         result = my_q.load(LINES)
         fence_async_shared()

@@ -3,10 +3,10 @@
 Three of four layers are gated delta nets (delta.py). The others attend, with what other families lack:
 
     output gate      q_proj computes a gate beside each head's q: o_proj gets attention * sigmoid(gate).
-    rope             on a quarter of a head; a text's tokens have one position, so mrope is rope
-    norms            are stored as weight - 1, but that behind a gated delta net as it is
+    rope             on a quarter of a head; mrope's three positions of a text token are equal, so it is rope
+    norms            multiply by 1 + the stored weight, the one after a gated delta net by the weight itself
 
-The MLP is dense, or a mixture of experts (experts.py) with one more that every token has, times sigmoid(gate(x)). In
+The MLP is dense, or a mixture of experts (experts.py) with a shared expert, which is multiplied by sigmoid(gate(x)). In
 multimodal checkpoints this is the text model. Other parts (model.visual, mtp) are not read.
 """
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ from nanopaged.optional_triton import jit, launch_options, tl
 from nanopaged.options import feature
 from nanopaged.weights import families
 
-GATE_ROWS = 8  # of the router: products with rows of 16 bytes are faster, so 7 rows of it have no meaning
+GATE_ROWS = 8  # of the router: the shared expert's gate and 7 of padding, because rows of 16 bytes are faster
 
 
 # --------------------------------------------------------------------------------------------------
