@@ -132,7 +132,7 @@ def test_every_line_once_though_an_actor_is_killed(tmp_path, monkeypatch):
     finally:
         has_ended.set()
         watcher.join()
-    assert len(actors) == 3  # one has taken the place of the other
+    assert len(actors) > 2  # one has taken the place of the other
     assert [row["text"] for row in rows] == raw and [row["line"] for row in rows] == [1, 2, *range(4, 602)]
     assert [row["error"] is None for row in rows] == [True] * (600 - len(BAD)) + [False] * len(BAD)
     Path("rows.jsonl").write_text("\n".join(row["result"] for row in rows))
