@@ -297,16 +297,11 @@ class BlockManager:
         take the free blocks first, and then the last running sequence is preempted. is_last: the sequence comes after
         all running ones, and there are some. Then 2% of the blocks (the watermark) must stay free beside its tokens, or
         it would soon be preempted, and computed again."""
-        hit = self.plan(seq, self.watermark if is_last else 0)
-        if hit is not None:
-            self.start(seq, hit)
-        return hit is not None
-
-    def plan(self, seq: Sequence, spare: int = 0) -> PrefixHit | None:
-        """The blocks that the sequence can share; None if fewer than `spare` would be free beside the rest of its
-        tokens."""
         hit = self.find_prefix(seq)
-        return hit if self.num_blocks_needed(seq, hit) + spare <= self.num_free_blocks else None
+        if self.num_blocks_needed(seq, hit) + self.watermark * is_last > self.num_free_blocks:
+            return False
+        self.start(seq, hit)
+        return True
 
     def num_blocks_needed(self, seq: Sequence, hit: PrefixHit) -> int:
         # A found block that is free leaves the free queue, so it counts. 10 tokens (3 blocks of 4), found: 0, which A

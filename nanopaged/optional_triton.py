@@ -28,6 +28,11 @@ try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 except ImportError:  # no Triton, or one without Nvidia's part
     gdc_launch_dependents = gdc_wait = None
+try:
+    from triton.language.extra.cuda.libdevice import fast_dividef, fast_logf
+except ImportError:
+    fast_dividef = fast_logf = None
+HAS_PTX = tl.constexpr(not INTERPRETED and torch.version.hip is None)  # a kernel may use what Nvidia's GPUs alone have
 
 # Triton compiles a kernel again for other alignments of a pointer and for some values of an integer (1, multiples of
 # 16). These arguments change from step to step, and a step must not wait for the compiler.

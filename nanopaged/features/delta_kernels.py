@@ -32,12 +32,7 @@ from torch import Tensor
 from nanopaged import kernel, tiles
 from nanopaged.features.delta import CHUNK, NORM_EPS, Weights
 from nanopaged.features.kinds.recurrent import StateSlots, Work, state_slots
-from nanopaged.optional_triton import INTERPRETED, jit, launch_options, tl
-
-try:
-    from triton.language.extra.cuda.libdevice import fast_dividef
-except ImportError:  # no Triton, or one without Nvidia's part
-    fast_dividef = None
+from nanopaged.optional_triton import HAS_PTX, fast_dividef, jit, launch_options, tl
 
 TAPS = 4  # of the convolution
 MIN_DIM, MAX_DIM = 16, 128  # of a head; a program of decode has its head's state in registers
@@ -45,7 +40,6 @@ FLOAT32_MEMORY = 128 * 1024  # bytes of shared memory that a program of prepare_
 WIDE, NARROW = 128, 32  # columns of a state that a program of the scan has, for Work.many and for Work.few
 LOG2_E = tl.constexpr(math.log2(math.e))
 HEAD_EPS = tl.constexpr(NORM_EPS)
-COMPILED = tl.constexpr(not INTERPRETED)
 
 
 def fits(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> bool:
@@ -250,7 +244,7 @@ def _exp(x):
 def _silu(x):
     """The fast division is two instructions in place of seven, and two units in the last place may be wrong."""
     y = 1.0 + _exp(-x)
-    return fast_dividef(x, y) if COMPILED else x / y
+    return fast_dividef(x, y) if HAS_PTX else x / y
 
 
 @jit

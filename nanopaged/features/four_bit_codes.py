@@ -33,10 +33,9 @@ from torch import Tensor
 
 from nanopaged import kernel
 from nanopaged.device.pool import FP8
-from nanopaged.optional_triton import INTERPRETED, jit, launch_options, tl
+from nanopaged.optional_triton import HAS_PTX, jit, launch_options, tl
 from nanopaged.tiles import cdiv
 
-HAS_PTX = tl.constexpr(not INTERPRETED and torch.version.hip is None)
 TILE = 128  # columns, which are those of a block of e4m3
 SUMS = tl.constexpr(2.0 ** 64)
 MOST_SCALED_SUMS = tl.constexpr(32)  # columns of x in a program whose sums are multiplied by scales

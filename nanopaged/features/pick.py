@@ -8,16 +8,10 @@ from torch import Tensor
 
 from nanopaged import kernel, tiles
 from nanopaged.device.runner import Runner
-from nanopaged.optional_triton import INTERPRETED, jit, launch_options, tl
+from nanopaged.optional_triton import HAS_PTX, fast_logf, jit, launch_options, tl
 from nanopaged.sampling_params import HASH, SMALLEST_TEMPERATURE
 from nanopaged.tiles import cdiv
 
-try:
-    from triton.language.extra.cuda.libdevice import fast_logf
-except ImportError:  # without Triton
-    fast_logf = None
-
-COMPILED = tl.constexpr(not INTERPRETED)
 GOLDEN, MIX_1, MIX_2, LOW_1, LOW_2 = (tl.constexpr(number) for number in HASH)
 COLDEST, LARGEST = tl.constexpr(SMALLEST_TEMPERATURE), tl.constexpr(3e38)
 
@@ -102,4 +96,4 @@ def _gumbel(key, token):
 @jit
 def _log(x):
     """In two instructions; `tl.log` takes twenty. The error is 2^-23 near 1, where the logarithm is small."""
-    return fast_logf(x) if COMPILED else tl.log(x)
+    return fast_logf(x) if HAS_PTX else tl.log(x)
