@@ -22,7 +22,6 @@ heads of 256 numbers one for q, and tiles of 64 keys in place of 128: registers 
 While one warpgroup computes a softmax, the tensor cores serve the other one. The copying warp runs ahead by two tiles
 of keys, and by one of queries: each multiprocessor has one program, which takes entries of the list in turns.
 """
-import warnings
 from collections import namedtuple
 from functools import lru_cache, partial
 from typing import Any
@@ -31,30 +30,19 @@ import torch
 from torch import Tensor
 
 from nanopaged import kernel, tiles
-from nanopaged.optional_triton import INTERPRETED, VARYING, launch_options, tl, triton
+from nanopaged.optional_gluon import compiles, gl, gluon_jit, problem
+from nanopaged.optional_triton import launch_options, tl
 
-# Gluon if this Triton has it. It is experimental, and a Triton to come may have other names or rules, so `on_hopper`
-# tries. Importing it takes 0.1 s, which machines without a GPU are spared.
-async_load = fence_async_shared = gl = mbarrier = warpgroup_mma = warpgroup_mma_wait = None
 try:
-    if INTERPRETED:
-        raise ImportError("the interpreter runs no Gluon")
-    if triton and triton.__version__.startswith("3.5."):
-        raise ImportError("its Gluon gives all parts of a program the same arguments")
-    from triton.experimental import gluon
-    from triton.experimental.gluon import language as gl
+    if gl is None:
+        raise ImportError
     from triton.experimental.gluon.language.nvidia import hopper
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
     fence_async_shared, mbarrier, tma = hopper.fence_async_shared, hopper.mbarrier, hopper.tma
     warpgroup_mma, warpgroup_mma_wait = hopper.warpgroup_mma, hopper.warpgroup_mma_wait
     async_load = tma.async_load if "async_load" in tma.__all__ else tma.async_copy_global_to_shared  # before Triton 3.8
-    gluon_jit = gluon.jit(do_not_specialize=["num_items", "num_kv_heads", "window", "table_row"],
-                          do_not_specialize_on_alignment=VARYING)
-except (ImportError, AttributeError) as error:
-    problem = str(error)
-
-    def gluon_jit(function: Any) -> Any:
-        return function
+except (ImportError, AttributeError):  # no Gluon; see optional_gluon.py
+    async_load = fence_async_shared = mbarrier = warpgroup_mma = warpgroup_mma_wait = None
 
 
 def box_of(x: Tensor, shape: list[int]) -> Any:
@@ -101,18 +89,13 @@ def on_hopper(group: int, head_dim: int, block_size: int, dtype: torch.dtype, ca
     """
     if not fits_hopper(group, head_dim, block_size, dtype, cache_dtype, device):
         return False
-    try:
-        nothing = torch.full((1, 2), -1, dtype=torch.int32, device=device)
-        q, cache = (torch.empty(*shape, head_dim, dtype=dtype, device=device)
-                    for shape in ((1, group), (1, block_size, 1)))
-        prefill_on_hopper(q, q, cache, cache, nothing, nothing[0], nothing[0], None, nothing, 1.0, 0)
-    except Exception as error:  # Gluon is experimental: what a Triton to come raises is not known
-        reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
-        slower = "much" if head_dim == 256 else "20 to 30%"
-        warnings.warn(f"prompts are computed by the kernel for all GPUs, which is {slower} slower than the one for "
-                      f"Hopper: Triton {triton.__version__} does not compile that one ({reason}); 3.6 to 3.9 do")
-        return False
-    return True
+    nothing = torch.full((1, 2), -1, dtype=torch.int32, device=device)
+    q, cache = (torch.empty(*shape, head_dim, dtype=dtype, device=device)
+                for shape in ((1, group), (1, block_size, 1)))
+    slower = "much" if head_dim == 256 else "20 to 30%"
+    return compiles(partial(prefill_on_hopper, q, q, cache, cache, nothing, nothing[0], nothing[0], None, nothing, 1.0,
+                            0), "prompts are computed by the kernel for all GPUs, which is "
+                    f"{slower} slower than the one for Hopper")
 
 
 def fits_hopper(group: int, head_dim: int, block_size: int, dtype: torch.dtype, cache_dtype: torch.dtype,
