@@ -14,12 +14,21 @@ each instruction therefore makes both numbers of a pair, one in each half of a r
 
     integers    The code c, shifted down and masked, replaces the last bits of the bfloat16 128: 128 + c. An FMA
                 subtracts 128 and the zero (8, or the group's). Up to 3 instructions a pair; a scale takes one more.
-    e2m1        The code s e e m, times 2^12 + 2^6, is there twice. A mask keeps s of the upper and e e m of the lower:
-                s 0 0 0 0 0 0 e e m 0 0 0 0 0 0. As a bfloat16 this is the number times 2^-126. Scales, cut at 2^64, are
-                multiplied by 2^62, and the final sums by 2^64, so no step overflows. 4 or 5 instructions, with a scale.
+    e2m1        The code s e e m is to become s 0 0 0 0 0 0 e e m 0 0 0 0 0 0. As a bfloat16 this is the number times
+                2^-126. Scales, cut at 2^64, are multiplied by 2^62, and the final sums by 2^64, so no step overflows.
+                The bits of a word have another order, from which a shift and a mask make a pair (below). 13
+                instructions for four pairs, with a scale.
     e4m3        Four words have 16 neighbours: pair 0 in the low bytes of the halves, pair 1 in the high ones. A pair's
                 bytes become s 0 0 0 0 e e e e m m m 0 0 0 0. As a bfloat16, also of a denormal number, this is the
                 number times 2^-120. An FMA multiplies it by 2^120. 9 instructions for two pairs, without a scale.
+
+**The order of e2m1's bits.** In a half, s e e m of pair 0 lie where they are to be. Those of pair 2 lie 6 bits lower,
+and of pair 1, with rotation, 4 bits higher. The remaining bits are pair 3's: only its upper e needs a shift of its own.
+The table names the pair of each bit; s of pair 1 is in the other half.
+
+    bit     15  14  13  12  11  10   9   8   7   6   5   4   3   2   1   0
+    pair     0   3   3   1   1   1   2   0   0   0   3   3   1   2   2   2
+    it is    s   e   s   e   e   m   s   e   e   m   e   m   s   e   e   m
 
 **Scales.** The scale multiplies the sums of a tile of 128 columns if each row has one there: e4m3; integers in groups
 of 128 or more, if a program has at most MOST_SCALED_SUMS columns of x. This costs a multiplication for each sum and
@@ -41,15 +50,25 @@ SUMS = tl.constexpr(2.0 ** 64)
 MOST_SCALED_SUMS = tl.constexpr(32)  # columns of x in a program whose sums are multiplied by scales
 
 
-def order_codes(weight: Tensor) -> Tensor:
-    """Words of codes, from bytes of two neighbours, [.., in / 2], or e4m3, [.., in]. Zeros fill the last four words."""
+def order_codes(weight: Tensor, scale: Tensor) -> Tensor:
+    """Words of codes, from bytes of two neighbours, [.., in / 2], or e4m3, [.., in]. Zeros fill the last four words.
+    scale: it tells what the codes are"""
     if weight.dtype is FP8:
         return F.pad(weight.view(torch.uint8), (0, -weight.shape[-1] % 16)).unflatten(-1, (-1, 2, 4, 2)).movedim(
             -3, -1).flatten(-4).view(FP8)  # block, t, number, i
     weight = F.pad(weight, (0, -weight.shape[-1] % 16)).unflatten(-1, (-1, 4, 4))  # block, i, t
-    low, high = ((weight >> shift & 15).transpose(-1, -2).unflatten(-1, (2, 2)) for shift in (0, 4))  # block, t, i
-    halves = [part[..., 0] | part[..., 1] << 4 for part in (low, high)]
+    low, high = ((weight >> shift & 15).transpose(-1, -2) for shift in (0, 4))  # block, t, i
+    if scale.itemsize == 1:  # e2m1
+        halves = [_order_bits(*part.unbind(-1), other[..., 1]) for part, other in ((low, high), (high, low))]
+    else:
+        halves = [part[..., ::2] | part[..., 1::2] << 4 for part in (low, high)]
     return torch.cat(halves, -1).flatten(-3)
+
+
+def _order_bits(a: Tensor, b: Tensor, c: Tensor, d: Tensor, other_b: Tensor) -> Tensor:
+    """The two bytes of a half, of its codes of pairs 0 to 3, and of the other half's code of pair 1."""
+    return torch.stack([(a & 3) << 6 | (d & 3) << 4 | other_b & 8 | c & 7,
+                        (a & 8) << 4 | (d & 4) << 4 | (d & 8 | b & 7) << 2 | (c & 8 | a & 4) >> 2], -1)
 
 
 def _instructions(kind: str) -> str:
@@ -65,10 +84,10 @@ def _instructions(kind: str) -> str:
             for i, move in enumerate(("shl.b32 word, $4, 8", "mov.b32 word, $4"))]) + "}"
     for i in range(4):
         if kind == "e2m1":
-            mask, factor = ("0x00f000f0", "0x104") if i % 2 else ("0x000f000f", "0x1040")
-            lines += [f"shr.b32 word, $8, {i * 4};"] * (i % 2 == 0) + [
-                f"and.b32 pair, word, {mask}; mul.lo.u32 pair, pair, {factor}; and.b32 pair, pair, 0x81c081c0;"
-                f"fma.rn.bf16x2 pair, pair, ${9 + i // 2}, none;"]
+            lines += [("mov.b32 word, $8;", "shf.r.wrap.b32 word, $8, $8, 4;", "shl.b32 word, $8, 6;",
+                       "shl.b32 word, $8, 2;")[i], f"and.b32 pair, word, {'0x80c080c0' if i == 3 else '0x81c081c0'};"]
+            lines += ["shr.b32 word, $8, 6; lop3.b32 pair, word, 0x01000100, pair, 0xea;"] * (i == 3)  # its upper e
+            lines.append(f"fma.rn.bf16x2 pair, pair, ${9 + i // 2}, none;")
         else:
             lines.append(f"shr.b32 word, $8, {i * 4}; lop3.b32 pair, word, 0x000f000f, 0x43004300, 0xea;"
                          "fma.rn.bf16x2 pair, pair, times, $9;")
@@ -163,25 +182,25 @@ def _numbers(words, factor, shift, GROUP: tl.constexpr, KIND: tl.constexpr, ZERO
     if not HAS_PTX or dtype != tl.bfloat16 or KIND == "int4" and GROUP < 32:  # a word of integers has one scale
         return numbers(words, factor, shift, KIND, ZEROS, TILE).to(dtype)
     elif KIND == "fp8":
-        return _bytes_in_order(tl.inline_asm_elementwise(E4M3, "=h,=h,=h,=h,r", [words], dtype=(tl.bfloat16,) * 4,
+        return bytes_in_order(tl.inline_asm_elementwise(E4M3, "=h,=h,=h,=h,r", [words], dtype=(tl.bfloat16,) * 4,
                                                          is_pure=True, pack=1))
     elif KIND == "int4":
         minus = tl.full(words.shape, -0x3CF73CF8, tl.int32)  # -136, twice
         if ZEROS:
             minus = _spread((shift.to(tl.int32) | 0xC300) * 0x10001, TILE // 8)
         if factor is None:
-            return _in_order(tl.inline_asm_elementwise(INT4, ONE, [words, minus], dtype=(tl.bfloat16,) * 8,
+            return in_order(tl.inline_asm_elementwise(INT4, ONE, [words, minus], dtype=(tl.bfloat16,) * 8,
                                                        is_pure=True, pack=1))
         else:
-            factor = _spread(_twice(factor.to(tl.float32)), TILE // 8)
-            return _in_order(tl.inline_asm_elementwise(SCALED_INT4, TWO, [words, minus, factor],
+            factor = _spread(twice(factor.to(tl.float32)), TILE // 8)
+            return in_order(tl.inline_asm_elementwise(SCALED_INT4, TWO, [words, minus, factor],
                                                        dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1))
     else:
-        factor = _twice(tl.minimum(_of_scale(factor, KIND), SUMS) * 2.0 ** 62)
+        factor = twice(tl.minimum(of_scale(factor, KIND), SUMS) * 2.0 ** 62)
         first, second = factor, factor
         if GROUP == 16:  # pairs 0 and 1, 2 and 3
             first, second = tl.split(factor.reshape(factor.shape[0], factor.shape[1] // 2, 2))
-        return _in_order(tl.inline_asm_elementwise(
+        return in_order(tl.inline_asm_elementwise(
             E2M1, TWO, [words, _spread(first, TILE // 8), _spread(second, TILE // 8)], dtype=(tl.bfloat16,) * 8,
             is_pure=True, pack=1))
 
@@ -190,23 +209,28 @@ def _numbers(words, factor, shift, GROUP: tl.constexpr, KIND: tl.constexpr, ZERO
 def numbers(words, factor, shift, KIND: tl.constexpr, ZEROS: tl.constexpr, TILE: tl.constexpr):
     """`_numbers` in float32, for every type and device. No number is divided by SUMS."""
     if KIND == "fp8":
-        code = _bytes_in_order((words & 255, words >> 16 & 255, words >> 8 & 255, words >> 24 & 255))
-    else:
-        code = _in_order((words & 15, words >> 16 & 15, words >> 4 & 15, words >> 20 & 15, words >> 8 & 15,
-                          words >> 24 & 15, words >> 12 & 15, words >> 28 & 15))
-    if KIND == "fp8":
-        y = tl.where(code > 127, -_of_scale(code, "nvfp4"), _of_scale(code, "nvfp4"))
+        code = bytes_in_order((words & 255, words >> 16 & 255, words >> 8 & 255, words >> 24 & 255))
+        y = tl.where(code > 127, -of_scale(code, "nvfp4"), of_scale(code, "nvfp4"))
     elif KIND == "int4":
-        y = code.to(tl.float32)
+        y = in_order((words & 15, words >> 16 & 15, words >> 4 & 15, words >> 20 & 15, words >> 8 & 15,
+                       words >> 24 & 15, words >> 12 & 15, words >> 28 & 15)).to(tl.float32)
         y -= _spread(shift.to(tl.float32), TILE) if ZEROS else 8.0
     else:
-        size = ((code & 7) << 22).to(tl.float32, bitcast=True) * 2.0 ** 126
-        y = tl.where((code & 8) != 0, -size, size)
-    return y if factor is None else y * _spread(_of_scale(factor, KIND), TILE)
+        b, d = words >> 4 & 0x0FFFFFFF | words << 28, words << 2 & ~0x01000100 | words >> 6 & 0x01000100
+        c = words << 6
+        y = in_order((_e2m1(words << 16), _e2m1(words), _e2m1(b << 16), _e2m1(b), _e2m1(c << 16), _e2m1(c),
+                       _e2m1(d << 16), _e2m1(d)))
+    return y if factor is None else y * _spread(of_scale(factor, KIND), TILE)
 
 
 @jit
-def _in_order(pairs):
+def _e2m1(pair):
+    """The number in the upper half."""
+    return (pair & -0x7E400000).to(tl.float32, bitcast=True) * 2.0 ** 126  # 0x81C00000
+
+
+@jit
+def in_order(pairs):
     """[ROWS, TILE] of the first and second numbers of pairs 0 to 3 of each word."""
     a, b, c, d, e, f, g, h = pairs
     x = tl.join(tl.join(tl.join(a, e), tl.join(c, g)), tl.join(tl.join(b, f), tl.join(d, h)))
@@ -216,7 +240,7 @@ def _in_order(pairs):
 
 
 @jit
-def _bytes_in_order(pairs):
+def bytes_in_order(pairs):
     """The same of pairs 0 and 1 of words of four codes."""
     a, b, c, d = pairs
     x = tl.join(tl.join(a, c), tl.join(b, d))
@@ -226,7 +250,7 @@ def _bytes_in_order(pairs):
 
 
 @jit
-def _of_scale(scale, KIND: tl.constexpr):
+def of_scale(scale, KIND: tl.constexpr):
     """In float32. Not every GPU has a type for scales of 8 bits: they are bytes."""
     if KIND == "mxfp4":  # an exponent + 127
         return (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
@@ -237,7 +261,7 @@ def _of_scale(scale, KIND: tl.constexpr):
 
 
 @jit
-def _twice(x):
+def twice(x):
     """x as bfloat16, in both halves of a word."""
     return (x.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) * 0x10001
 

@@ -2,9 +2,9 @@
 them.
 
 **Few tokens for each expert** are bound by memory: experts_kernel of fused_experts.py makes numbers of codes in its
-loop (four_bit_codes.py). **Many tokens** are bound by the tensor cores, and each weight would be converted for many
-tiles of them. So a kernel turns the matrices into 16 bits in front of the product. Last bits may differ between the two
-ways.
+loop (four_bit_codes.py). For the fewest, most GPUs have a faster kernel (four_bit_streams.py). **Many tokens** are
+bound by the tensor cores, and each weight would be converted for many tiles of them. So a kernel turns the matrices
+into 16 bits in front of the product. Last bits may differ between these ways.
 """
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nanopaged import tiles
-from nanopaged.features import four_bit_codes
+from nanopaged.features import four_bit_codes, four_bit_streams
 from nanopaged.features.four_bit_codes import TILE, Form, empty_matrix, gate_and_up, kind_of, widen
 from nanopaged.optional_triton import jit, tl
 
@@ -25,6 +25,19 @@ def experts_form(num_rows: int, top_k: int, count: int, gated: bool, shared_memo
     columns = 16 if num_rows * top_k <= 8 * count else 32
     stages = 4 if shared_memory > tiles.LARGE_SHARED_MEMORY else 2
     return dict(ROWS=32 if gated else 64, COLUMNS=columns, TILE=TILE, STAGES=stages, num_warps=4, PRODUCTS=products)
+
+
+def product_of_few(x: Tensor, weight: Tensor, kept: list[Tensor | None], scores: Tensor, counts: Tensor, pairs: Tensor,
+                   out: Tensor, activation: str, bias: Tensor | None) -> bool:
+    """Whether this function has filled `out`, as `fused_experts.experts_product` does. It does so for the fewest
+    tokens. kept: what `kept_beside` returns"""
+    (top_k, num_rows), size = scores.shape, x.shape[1]
+    form = four_bit_streams.takes(x) and four_bit_streams.experts_form(num_rows, top_k, len(counts), activation != "",
+                                                                       size)
+    if not form or not four_bit_streams.fits(form, kept[0], kept[1], weight.dtype, size, size):
+        return False
+    four_bit_streams.experts_product(x, weight, *kept, scores, counts, pairs, out, activation, bias, form)
+    return True
 
 
 def are_many(num_rows: int, top_k: int, count: int) -> bool:
@@ -65,4 +78,5 @@ def products(x, exists, weight, scale, zero, row_scale, row, OUT: tl.constexpr, 
 
 # What fused_experts.py calls.
 PRODUCTS = SimpleNamespace(experts_form=experts_form, are_many=are_many, widen=widen, kept_beside=kept_beside,
-                           empty_of=empty_of, kind_of=kind_of)
+                           empty_of=empty_of, kind_of=kind_of, product_of_few=product_of_few,
+                           form_of_few=four_bit_streams.experts_form)

@@ -1,8 +1,9 @@
 """Products with weights of 4 bits, or of 8 in blocks. Goes together with four_bits.py, which reads and describes them.
 
 Few rows of x are bound by memory: one kernel reads codes and scales, and turns a tile of them into numbers in registers
-in front of the tensor cores (four_bit_codes.py). Many rows are bound by the tensor cores: in each step a kernel turns
-the whole matrix into x's type, and the library multiplies. x in float32 always takes this way.
+in front of the tensor cores (four_bit_codes.py). For up to 16 rows most GPUs have a faster one (four_bit_streams.py).
+Many rows are bound by the tensor cores: in each step a kernel turns the whole matrix into x's type, and the library
+multiplies. x in float32 always takes this way.
 """
 from functools import partial
 from typing import Any, Callable, Iterator
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nanopaged import model, tiles
-from nanopaged.features import fused
+from nanopaged.features import four_bit_streams, fused
 from nanopaged.features.four_bit_codes import TILE, Form, arguments, empty_matrix, gate_and_up, products, widen
 from nanopaged.features.four_bit_experts import PRODUCTS
 from nanopaged.optional_triton import jit, launch_options, tl
@@ -115,7 +116,12 @@ def linear(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, row_sc
     if not num_rows:
         return out
     part, group = size // count, size // scale.shape[1] if scale.shape[1] > 1 else 1
-    density = cdiv(height or len(scale), 64) * count / tiles.num_multiprocessors(x.device)
+    num_tiles, multiprocessors = cdiv(height or len(scale), 32) * count, tiles.num_multiprocessors(x.device)
+    if num_rows <= four_bit_streams.MOST_ROWS and four_bit_streams.takes(x):
+        form = four_bit_streams.form_of(num_rows, num_tiles, multiprocessors)
+        if four_bit_streams.fits(form, scale, zero, weight.dtype, size, part):
+            return four_bit_streams.linear(x, weight, scale, zero, row_scale, bias, activation, gated, count, form=form)
+    density = cdiv(height or len(scale), 64) * count / multiprocessors
     form = few_rows_form(num_rows, gated, density, lambda slices: part % (slices * max(group, TILE)) == 0,
                          tiles.shared_memory(x.device))
     few_rows_kernel[(cdiv(num_out, form["ROWS"]), count, cdiv(num_rows, form["COLUMNS"]))](

@@ -254,7 +254,7 @@ class Plan:
     def given(self, name: str, origin: str, parts: Parts) -> Iterator[tuple[str, Tensor]]:
         """A matrix in our layout as tensors of the model."""
         if origin in self.kept:
-            parts["weight"] = order_codes(parts["weight"])
+            parts["weight"] = order_codes(parts["weight"], parts["scale"])
             yield from ((name.removesuffix("weight") + kind, part) for kind, part in parts.items())
         else:
             wide, order = widen(**parts), self.matrices[origin].form.order
@@ -435,7 +435,7 @@ def read_weights(tensors: Iterable[tuple[str, Tensor]], keep: bool,
 
 
 def as_tensors(name: str, weight: Tensor, scale: Tensor) -> list[tuple[str, Tensor]]:
-    return [(name, order_codes(weight)), (name.removesuffix("weight") + "scale", scale)]
+    return [(name, order_codes(weight, scale)), (name.removesuffix("weight") + "scale", scale)]
 
 
 def widen(weight: Tensor, scale: Tensor, zero: Tensor | None = None, row_scale: Tensor | None = None) -> Tensor:

@@ -79,7 +79,8 @@ def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
                                  ("down_proj", e["size"], "", c.hidden_size)):
         if four_bits:
             weight, *scale = four_bits.empty_of(r, name, size)
-        forms = {tuple(experts_form(n, chosen, total, act != "", weight.dtype, memory, four_bits).items()): n
+        forms = {str([experts_form(n, chosen, total, act != "", weight.dtype, memory, four_bits),
+                      four_bits and four_bits.form_of_few(n, chosen, total, act != "", size)]): n
                  for n in (2**i for i in reversed(range(20)))}  # the fewest tokens of each form
         for n in forms.values():
             routed = make(chosen, n, dtype=torch.float32), counts, pairs
@@ -166,6 +167,8 @@ def experts_product(x: Tensor, weight: Tensor, scores: Tensor, counts: Tensor, p
     """Fill `out`, which has a row for each pair. With an activation: `activate` of the products, and x has a row for
     each token. Without: the products times their scores, and x has a row for each pair."""
     (top_k, num_rows), count = scores.shape, len(counts)
+    if four_bits and four_bits.product_of_few(x, weight, scale, scores, counts, pairs, out, activation, bias):
+        return
     if four_bits and four_bits.are_many(num_rows, top_k, count):
         weight, scale, four_bits = four_bits.widen(x.shape[1], x.dtype, weight, *scale), None, None
     memory = tiles.shared_memory(x.device)

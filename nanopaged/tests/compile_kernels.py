@@ -11,6 +11,7 @@ import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from unittest.mock import patch
 
 os.environ["TRITON_INTERPRET"] = "0"  # before Triton is imported
 
@@ -27,6 +28,7 @@ from nanopaged.features import (
     four_bit_codes,
     four_bit_experts,
     four_bit_kernels,
+    four_bit_streams,
     four_bits,
     fused,
     fused_experts,
@@ -109,16 +111,20 @@ def attention(phase: str, capability: int, dtype: torch.dtype, head_dim: int, gr
     return compiled, config
 
 
+def gluon_source(*arguments):
+    from triton.experimental.gluon._runtime import GluonASTSource  # what Gluon's own tests compile with
+    return GluonASTSource(*arguments)
+
+
 def hopper(dtype: torch.dtype, head_dim: int, group: int, window: bool, **sinks):
     """The prefill kernel for Hopper alone."""
-    from triton.experimental.gluon._runtime import GluonASTSource  # what Gluon's own tests compile with
     padded = tiles.next_power_of_2(group)
     rows = [hopper_file.HOPPER_TILE_M // padded, padded, head_dim]
     block = [1, hopper_file.HOPPER_BLOCK_SIZE, 1, head_dim]
     types = {name: f"tensordesc<{TYPES[dtype]}{box},{hopper_file.gl.NVMMASharedLayout(128, 16, len(box))!r}>"
              for name, box in (("q_box", rows), ("k_box", block), ("v_box", block))}
     return compile_kernel(hopper_file.hopper_prefill_kernel, dict(GROUP=group, WINDOW=window), dtype, 90,
-                          make_source=GluonASTSource, **types, **sinks)
+                          make_source=gluon_source, **types, **sinks)
 
 
 def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
@@ -171,6 +177,8 @@ def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
                                ("fp8", 128, "*fp32")):
         yield from (partial(in_4_bits, capability, dtype, kind, group, scale, rows) for rows in (
             (1, 64, 256, 8192) if dtype.itemsize == 2 else (8192,)))
+        if dtype is torch.bfloat16 and keeps and hopper_file.gl:
+            yield from (partial(streams, capability, kind, group, scale, *row) for row in ((1, True), (16, False)))
     route = dict(EXPERTS=40, COLUMNS=48, PADDED=64, TOP_K=6, CHOICES=8, NORMALIZED=True, COUNT=4)
     plain, scaled = dict(SIGMOID=0.0, bias=None, scale=None), dict(SIGMOID=0.0, bias=None)
     for shared, more, types in ((False, plain, {}), (True, plain, {}), (False, scaled, dict(scale=f"*{TYPES[dtype]}")),
@@ -215,6 +223,28 @@ def in_4_bits(capability: int, dtype: torch.dtype, kind: str, group: int, scale:
         compiled = compile_kernel(four_bit_kernels.few_rows_kernel, constants | form | more, dtype, capability, warps,
                                   **types)
         assert compiled.metadata.shared <= memory, (compiled.metadata.shared, form)
+
+
+def streams(capability: int, kind: str, group: int, scale: str, num_rows: int, gated: bool):
+    """Products of few rows in Gluon, and those of experts, as in `in_4_bits`, if they fit."""
+    memory, is_int, act = SHARED_MEMORY[capability] * 1024, kind == "int4", "silu" if gated else ""
+    types = dict(weight="*u8", scale=scale, zero="*u8", row_scale="*fp32", scores="*fp32", counts="*i32", pairs="*i32")
+    scales = torch.empty(0, 2816 // group, dtype=dict(int4=torch.bfloat16, fp8=torch.float32, mxfp4=torch.uint8,
+                                                      nvfp4=torch.float8_e4m3fn)[kind])
+    common = dict(SIZE=2816, GROUPS=2816 // group, KIND=kind, ZEROS=is_int, ROW_SCALE=kind == "nvfp4", BIAS=not gated,
+                  ACTIVATION=act)
+    for function, form, constants in (
+            (four_bit_streams.linear_kernel, four_bit_streams.form_of(num_rows, 99 + 999 * gated, 132),
+             dict(PART=2816, GATED=gated)),
+            (four_bit_streams.experts_kernel, four_bit_streams.experts_form(4 * num_rows, 4, 40, gated, 2816),
+             dict(OUT=512, EXPERTS=40, PADDED=64))):
+        with patch.object(tiles, "shared_memory", lambda _: memory):
+            codes = torch.float8_e4m3fn if kind == "fp8" else torch.uint8
+            if four_bit_streams.fits(form, scales, scales if is_int else None, codes, 2816, 2816):
+                warps = form.pop("num_warps")
+                compiled = compile_kernel(function, common | constants | form, torch.bfloat16, capability, warps,
+                                          make_source=gluon_source, **types)
+                assert compiled.metadata.shared <= memory, (compiled.metadata.shared, form)
 
 
 def experts(capability: int, dtype: torch.dtype, act: str, num_tokens: int, kind: torch.dtype | str, types: dict):

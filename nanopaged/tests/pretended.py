@@ -91,7 +91,13 @@ def widen_words(weight, scale, zero=None, row_scale=None, size=None):
         codes = weight.view(torch.uint8).unflatten(-1, (-1, 4, 2, 2)).movedim(-1, -3).flatten(-4)[..., :size]
         return in_four_bits.widen(codes.view(weight.dtype), scale)
     shifts = torch.arange(0, 16, 4, device=weight.device)[:, None, None] + torch.tensor([0, 16], device=weight.device)
-    codes = weight.view(torch.int32).unflatten(-1, (-1, 1, 4, 1)) >> shifts & 15  # block, pair, word, half
+    words = weight.view(torch.int32).unflatten(-1, (-1, 1, 4, 1))  # block, pair, word, half
+    codes = words >> shifts & 15
+    if scale.itemsize == 1:  # e2m1
+        d = words << 2 & ~0x01000100 | words >> 6 & 0x01000100
+        pairs = torch.cat([words, words >> 4 & 0x0FFFFFFF | words << 28, words << 6, d], -3)
+        pairs = pairs >> torch.tensor([0, 16], device=weight.device)
+        codes = pairs >> 12 & 8 | pairs >> 6 & 7
     return in_four_bits.widen(in_four_bits.pack(codes.byte().flatten(-4)[..., :size]), scale, zero, row_scale)
 
 

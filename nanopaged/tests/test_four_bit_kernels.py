@@ -14,6 +14,7 @@ from nanopaged.features import (
     four_bit_codes,
     four_bit_experts,
     four_bit_kernels,
+    four_bit_streams,
     four_bits,
     fused,
     fused_experts,
@@ -21,6 +22,8 @@ from nanopaged.features import (
 )
 from nanopaged.features.four_bit_codes import order_codes
 from nanopaged.features.four_bits import cut_int4, widen
+from nanopaged.optional_triton import INTERPRETED
+from nanopaged.tests.gluon_on_a_cpu import put_gluon
 from nanopaged.tests.helpers import (
     BUNDLED,
     CUDA,
@@ -314,8 +317,8 @@ def random_matrix(size_out: int, size_in: int, kind: str, group: int, dtype: tor
     return [None if one is None else one.to(DEVICE) for one in parts]
 
 
-def in_order(weight: Tensor, *others: Tensor | None) -> list[Tensor | None]:
-    return [order_codes(weight), *others]
+def in_order(weight: Tensor, scale: Tensor, *others: Tensor | None) -> list[Tensor | None]:
+    return [order_codes(weight, scale), scale, *others]
 
 
 @needs_kernel
@@ -369,7 +372,7 @@ def test_experts_in_each_kind(kind, group, num_rows):
     weights, kept = [], []
     for weight, scale, zero, row_scale in parts:
         weight, *others = (None if one is None else one.unflatten(0, (count, -1)) for one in (
-            order_codes(weight), scale if kind == "nvfp4" else scale / 4, zero,
+            order_codes(weight, scale), scale if kind == "nvfp4" else scale / 4, zero,
             None if row_scale is None else row_scale / 4))
         weights.append(weight), kept.append(others)
     out = fused_experts.mix_experts(x, logits, *weights, top_k, True, "silu", *kept,
@@ -401,3 +404,133 @@ def test_large_products(kind, group, num_rows):
     for count in (1, 2) if num_rows <= four_bit_kernels.MOST_ROWS else (1,):
         y = four_bit_kernels.linear(x, *in_order(*parts), count=count)
         assert relative_error(y.double().sum(0) if count > 1 else y.double(), exact) < 0.02
+
+
+# ---- Products of few rows in Gluon
+
+@pytest.mark.parametrize("kind, group, size, part, fits", [
+    ("int4", 128, 4096, 4096, True), ("int4", 4096, 4096, 4096, True), ("int4", 16, 4096, 4096, False),
+    ("zeros", 64, 4096, 2048, True), ("nvfp4", 16, 4096, 4096, True), ("mxfp4", 32, 2880, 2880, True),
+    ("fp8", 128, 2880, 2880, True), ("int4", 40, 40, 40, False), ("zeros", 32, 65536, 65536, False)])
+def test_what_the_kernels_in_gluon_take(monkeypatch, kind, group, size, part, fits):
+    """They know some sizes of groups, and all scales of a program must have room in shared memory."""
+    monkeypatch.setattr(four_bit_streams.tiles, "shared_memory", lambda _: 227 * 1024)
+    scale = torch.empty(0, math.ceil(size / group), dtype=dict(
+        mxfp4=torch.uint8, nvfp4=torch.float8_e4m3fn, fp8=torch.float32).get(kind, torch.float16))
+    codes, zero = torch.float8_e4m3fn if kind == "fp8" else torch.uint8, scale if kind == "zeros" else None
+    for form in (four_bit_streams.form_of(1, 9999, 132), four_bit_streams.experts_form(64, 4, 32, True, size)):
+        assert four_bit_streams.fits(form, scale, zero, codes, size, part) == fits
+    assert not four_bit_streams.takes(torch.empty(1, size, dtype=torch.bfloat16))  # on a CPU
+    assert not four_bit_streams.experts_form(80, 4, 32, True, size)  # 10 tokens for each expert
+
+
+def test_a_triton_without_gluon(monkeypatch):
+    """Products then take the plain kernel, after a warning."""
+    monkeypatch.setattr(four_bit_streams, "gl", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    four_bit_streams.is_there.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="few rows are multiplied .* in a kernel of plain Triton"):
+            assert not four_bit_streams.is_there(torch.device("cpu"))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+        four_bit_streams.is_there.cache_clear()
+        assert not four_bit_streams.is_there(torch.device("cpu"))
+    finally:
+        four_bit_streams.is_there.cache_clear()
+
+
+def simple(scale: Tensor) -> Tensor:
+    """Scales of the same shape whose products with codes bfloat16 has exactly."""
+    return scale if scale.dtype is not torch.float16 else (torch.randint(2, 4, scale.shape) / 64).half()
+
+
+@pytest.fixture(params=["late", "early"])
+def in_gluon(request, monkeypatch):
+    """The kernels run in the interpreter, in float32. Copies arrive as late as they may, or at once."""
+    if not INTERPRETED:
+        pytest.skip("needs Triton's interpreter")
+    monkeypatch.setattr(four_bit_streams, "takes", lambda x: True)
+    monkeypatch.setattr(four_bit_streams.tiles, "shared_memory", lambda _: 227 * 1024)
+    return put_gluon(monkeypatch, four_bit_streams, ["linear_kernel", "experts_kernel"],
+                     ["_words", "_groups", "_columns", "_copies"], request.param == "early")
+
+
+@pytest.mark.parametrize("kind, group", [("int4", 128), ("int4", 64), ("int4", 1280), ("zeros", 128), ("zeros", 32),
+                                         ("nvfp4", 16), ("mxfp4", 32), ("fp8", 128)])
+def test_products_in_gluon(in_gluon, kind, group):
+    """Of one and of more tiles of the inner dimension, the last one of which has fewer columns."""
+    torch.manual_seed(0)
+    for rows, size_out, size, num_tiles, count, act in (
+            (1, 40, 1280, 1, 1, ()), (11, 40, 1280, 999, 1, ("silu", True)), (8, 33, 1280, 999, 2, ()),
+            (3, 40, group if kind == "int4" else 128, 999, 1, ())):
+        weight, scale, *others = random_matrix(size_out, size, kind, min(group, size), torch.float16)
+        parts = weight, simple(scale), *others
+        x, bias = torch.randn(rows, size), torch.randn(size_out)
+        form = four_bit_streams.form_of(rows, num_tiles, 132)
+        assert four_bit_streams.fits(form, parts[1], parts[2], weight.dtype, size, size // count)
+        y = four_bit_streams.linear(x, *in_order(*parts), bias if count == 1 else None, *act, count=count, form=form)
+        exact = x.double() @ widen(*parts).double().T + (bias if count == 1 else 0)
+        exact = model.activate(exact, *act) if act else exact
+        assert relative_error(y.double() if count == 1 else y.double().sum(0), exact) < 1e-5
+
+
+@pytest.mark.parametrize("kind, group", [("int4", 64), ("zeros", 128), ("nvfp4", 16), ("mxfp4", 32), ("fp8", 128)])
+@pytest.mark.parametrize("num_rows", [1, 6, 20])
+def test_experts_in_gluon(in_gluon, kind, group, num_rows):
+    """One expert has more tokens than a program has columns."""
+    torch.manual_seed(0)
+    count, size, inner, top_k = 6, 384, 128, 2
+    x, logits = torch.randn(num_rows, size), torch.randn(num_rows, count)
+    logits[:, 3] = 9
+    biases = [torch.randn(count, n) / 4 for n in (2 * inner, size)]
+    weights, kept, wide = [], [], []
+    for rows, columns in ((2 * inner, size), (size, inner)):
+        weight, scale, *others = random_matrix(count * rows, columns, kind, group, torch.float16)
+        parts = weight, simple(scale), *others
+        wide.append(widen(*parts).unflatten(0, (count, -1)).double())
+        weight, *others = (None if one is None else one.unflatten(0, (count, -1)) for one in in_order(*parts))
+        weights.append(weight), kept.append(others)
+    exact = PlainKernels.mix_experts(x.double(), logits.double(), *wide, top_k, True, "silu",
+                                     biases=[one.double() for one in biases])
+    out = fused_experts.mix_experts(x, logits, *weights, top_k, True, "silu", *kept, biases=biases,
+                                    four_bits=four_bit_experts.PRODUCTS)
+    assert relative_error(out.double(), exact) < 1e-5 and in_gluon.launches == 2
+
+
+@needs_gpu
+@pytest.mark.parametrize("kind, group", [("int4", 64), ("zeros", 64), ("zeros", 16), ("nvfp4", 16), ("mxfp4", 32),
+                                         ("fp8", 128)])
+@pytest.mark.parametrize("num_rows", [1, 8, 20])
+def test_experts_of_few_tokens(monkeypatch, kind, group, num_rows):
+    """In bfloat16, beside float64 with the same weights, by both kernels. Sizes are no multiples of a tile."""
+    torch.manual_seed(0)
+    count, size, inner, top_k = 12, 2880, 320, 3
+    x, logits = (torch.randn(num_rows, n).bfloat16().to(DEVICE) for n in (size, count))
+    logits = (logits.argsort(1) / 4).bfloat16()  # no two are equal
+    biases = [(torch.randn(count, n) / 4).bfloat16().to(DEVICE) for n in (2 * inner, size)]
+    parts = [random_matrix(count * rows, columns, kind, group, torch.float16) for rows, columns in (
+        (2 * inner, size), (size, inner))]
+    wide = [widen(*one).double().unflatten(0, (count, -1)) for one in parts]
+    exact = PlainKernels.mix_experts(x.double(), logits.double(), *wide, top_k, True, "silu",
+                                     biases=[one.double() for one in biases])
+    weights, *kept = zip(*([None if part is None else part.unflatten(0, (count, -1)) for part in in_order(*one)]
+                           for one in parts))
+    calls = []
+    for takes in (four_bit_streams.takes, lambda _: False):
+        monkeypatch.setattr(four_bit_streams, "takes", lambda one: calls.append(takes(one)) or calls[-1])
+        out = fused_experts.mix_experts(x, logits, *weights, top_k, True, "silu", *zip(*kept), biases=biases,
+                                        four_bits=four_bit_experts.PRODUCTS)
+        assert relative_error(out.double(), exact) < 0.02
+    assert calls == [torch.cuda.get_device_capability() >= (8, 0)] * 2 + [False] * 2
+
+
+@needs_gpu
+@pytest.mark.parametrize("kind, group", [("int4", 128), ("zeros", 32), ("nvfp4", 16), ("fp8", 128)])
+def test_rows_do_not_depend_on_others(kind, group):
+    """Up to 16 rows have the same bits, in whatever company."""
+    parts = in_order(*random_matrix(4096 + 40, 2048 + 96, kind, 2144 if group == 128 and kind == "int4" else group,
+                                    torch.float16))
+    x = torch.randn(16, 2048 + 96, device=DEVICE).bfloat16()
+    rows = four_bit_kernels.linear(x, *parts)
+    for few in (1, 3, 8):
+        assert torch.equal(four_bit_kernels.linear(x[:few], *parts), rows[:few])

@@ -100,11 +100,15 @@ def test_cutting_keeps_numbers_that_4_bits_have():
 
 def test_the_order_of_codes():
     codes = torch.randint(16, (3, 70))
-    words = order_codes(four_bits.pack(codes.byte())).view(torch.int32)
-    assert words.shape == (3, 12)
+    integers, e2m1 = (order_codes(four_bits.pack(codes.byte()), torch.empty(0, dtype=kind)).view(torch.int32)
+                      for kind in (torch.float16, torch.uint8))
+    assert integers.shape == e2m1.shape == (3, 12)
+    places = [15, 8, 7, 6], [19, 12, 11, 10], [9, 2, 1, 0], [13, 14, 5, 4]  # of s e e m of pairs 0 to 3
     for column in range(70):
         block, i, t, which = column // 32, column // 8 % 4, column % 8 // 2, column % 2
-        assert torch.equal(words[:, 4 * block + t] >> 16 * which + 4 * i & 15, codes[:, column])
+        assert torch.equal(integers[:, 4 * block + t] >> 16 * which + 4 * i & 15, codes[:, column])
+        for bit, place in zip((3, 2, 1, 0), places[i]):
+            assert torch.equal(e2m1[:, 4 * block + t] >> (place + 16 * which) % 32 & 1, codes[:, column] >> bit & 1)
 
 
 @needs_kernel
@@ -119,7 +123,7 @@ def test_the_product_reads_4_bits(dtype, num_rows, size, inner, count, top_k):
     logits = (logits.argsort(1) / 4).to(dtype)  # no two are equal
     cut = [four_bits.cut(torch.randn(*shape, device=DEVICE) * factor) for shape, factor in (
         ((count, 2 * inner, size), 4 / size ** 0.5), ((count, size, inner), 1 / inner ** 0.5))]
-    weights, scales = zip(*((order_codes(weight), (scale, None, None)) for weight, scale in cut))
+    weights, scales = zip(*((order_codes(weight, scale), (scale, None, None)) for weight, scale in cut))
     wide = [four_bits.widen(*pair).double() for pair in cut]
     exact = PlainKernels.mix_experts(x.double(), logits.double(), *wide, top_k, True, "swigluoai",
                                      biases=[bias.double() for bias in biases])
@@ -135,7 +139,7 @@ def test_a_token_by_itself_and_among_others(num_rows):
     """Its result has the same bits, as long as its matrices are not turned into 16 bits."""
     x, logits = torch.randn(num_rows, 256, device=DEVICE).bfloat16(), torch.randn(num_rows, 16, device=DEVICE)
     cut = [four_bits.cut(torch.randn(*shape, device=DEVICE) / 16) for shape in ((16, 256, 256), (16, 256, 128))]
-    weights, scales = zip(*((order_codes(weight), (scale, None, None)) for weight, scale in cut))
+    weights, scales = zip(*((order_codes(weight, scale), (scale, None, None)) for weight, scale in cut))
     options = dict(four_bits=four_bit_experts.PRODUCTS)
     out = fused_experts.mix_experts(x, logits.bfloat16(), *weights, 4, True, "swigluoai", *scales, **options)
     for i in (0, num_rows - 1):

@@ -102,7 +102,7 @@ def test_the_length_of_a_split():
 # ---- The kernels, compiled for GPUs that this machine may not have
 
 @needs("cascade", "delta", "delta_kernels", "experts", "four_bit_codes", "four_bit_experts", "four_bit_kernels",
-       "four_bits", "fp8", "fused", "fused_experts", "gemma4", "hopper", "kinds", "pick", "qwen3_5")
+       "four_bit_streams", "four_bits", "fp8", "fused", "fused_experts", "gemma4", "hopper", "kinds", "pick", "qwen3_5")
 @pytest.mark.skipif(not find_spec("triton"), reason="needs Triton")
 def test_the_kernels_compile_and_fit_the_devices_shared_memory():
     """The interpreter accepts code that the compiler refuses. This test compiles a few configurations, and

@@ -1,0 +1,480 @@
+"""Products of up to 16 rows with weights in 4 bits, or in FP8 blocks. An addition to four_bit_kernels.py and
+four_bit_experts.py, for GPUs of compute capability 8.0 and more.
+
+Memory should limit such a product. But a multiprocessor of an H200 gets 18 bytes per cycle, and must turn 34 codes into
+numbers in that cycle. Plain Triton moves codes between threads on their way to the tensor cores, and all warps of a
+program share columns, so each of them loads all of x. In **Gluon** (optional_gluon.py) a program says which thread
+holds what:
+
+    columns of the weight   0..127   128..255   256..383   384..511 | 512..639   640..767  ..
+    warp                      0         1          2          3     |    0          1      ..
+
+A tile is 32 rows of the weight and, with four warps, 512 columns. All warps copy its codes to shared memory, and the
+same columns of x; up to three tiles are on their way while one is multiplied. Then each warp reads the codes of its 128
+columns in the tensor core's order (four_bit_codes.py), makes numbers of them in registers, and multiplies. No codes
+move between threads. After the last tile the sums of the warps are added up. A program with many rows has more warps:
+two of them share 128 columns, and each has half of the rows.
+
+Scales would be small loads in between. They are read before the loop, and wait in shared memory.
+"""
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from nanopaged import kernel, tiles
+from nanopaged.features import fused
+from nanopaged.features.four_bit_codes import (
+    E2M1,
+    E4M3,
+    INT4,
+    ONE,
+    SCALED_INT4,
+    SUMS,
+    TILE,
+    TWO,
+    arguments,
+    bytes_in_order,
+    in_order,
+    kind_of,
+    of_scale,
+    twice,
+)
+from nanopaged.optional_gluon import compiles, constexpr_function, gl, gluon_jit, problem
+from nanopaged.optional_triton import launch_options, tl
+from nanopaged.tiles import cdiv
+
+try:
+    if gl is None:
+        raise ImportError
+    from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+    async_load = async_copy.async_load if "async_load" in async_copy.__all__ else async_copy.async_copy_global_to_shared
+    barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+except (ImportError, AttributeError):  # no Gluon; see optional_gluon.py
+    async_copy = async_load = barrier = mma_v2 = None
+
+MOST_ROWS = 16  # of x
+LONG_ROW = 2048  # numbers of a weight
+
+
+def takes(x: Tensor) -> bool:
+    """Whether the kernels run on this type and device. The first call on a device compiles one."""
+    return x.dtype is torch.bfloat16 and x.device.type == "cuda" and is_there(x.device)
+
+
+@lru_cache
+def is_there(device: torch.device) -> bool:
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    x, codes = (torch.empty(*shape, dtype=dtype, device=device) for shape, dtype in (
+        ((1, 512), torch.bfloat16), ((0, 256), torch.uint8)))
+    return compiles(lambda: linear(x, codes, x.new_empty(0, 4), form=form_of(1, 32, 4)),
+                    "few rows are multiplied by weights in 4 bits in a kernel of plain Triton, which takes 1.1 to 2 "
+                    "times as long as the one in Gluon")
+
+
+def fits(form: dict[str, int], scale: Tensor, zero: Tensor | None, codes: torch.dtype, size: int, part: int) -> bool:
+    """Whether the kernels know groups of this size, and a program's tiles and scales fit into shared memory. size:
+    columns of the weight; part: of these in a program"""
+    kind, groups, step = kind_of(codes, scale.dtype), scale.shape[-1], 128 * form["PARTS"]
+    group = size // groups if groups > 1 and kind != "fp8" else TILE
+    tile = step * (form["ROWS"] // (1 if kind == "fp8" else 2) + 2 * form["COLUMNS"])
+    bytes_of_scale = (1 if kind == "mxfp4" else 2 if group < TILE else 4) + 4 * (zero is not None)
+    scales = cdiv(part, step) * step // min(group, TILE) * form["ROWS"] * bytes_of_scale
+    return ((group % TILE == 0 or group in (32, 64) or group == 16 and kind == "nvfp4")
+            and size % 32 == 0 and (part == size or part % TILE == 0)
+            and form["STAGES"] * tile + scales + 1024 <= tiles.shared_memory(scale.device))
+
+
+def form_of(num_rows: int, num_tiles: int, multiprocessors: int) -> dict[str, int]:
+    """Of `linear_kernel`: a program's rows of the weight, and of x, which are its columns; parts of 128 columns of a
+    tile; tiles in shared memory; and warps. num_tiles: of 32 rows of the weight, in all parts of the inner dimension.
+    (H200, 8B's products)"""
+    columns, is_large = 8 if num_rows <= 8 else 16, num_tiles >= 3 * multiprocessors
+    rows, parts = 64 if is_large and columns == 16 else 32, 2 if is_large else 4
+    return dict(ROWS=rows, COLUMNS=columns, PARTS=parts, STAGES=4 if is_large or columns == 16 else 3,
+                num_warps=parts * rows // 32)
+
+
+def experts_form(num_rows: int, top_k: int, count: int, gated: bool, size: int) -> dict[str, int]:
+    """`form_of` for num_rows tokens that choose top_k of `count` experts each. Nothing: these are too many. size: of
+    the inner dimension. (H200, the shapes of gpt-oss-20b and Qwen3-30B-A3B)"""
+    columns, is_long = 8 if num_rows <= 8 or num_rows * top_k <= 4 * count else 16, size >= LONG_ROW
+    if num_rows * top_k > 8 * count:
+        return {}
+    if columns == 16:
+        rows, parts, warps = (128, 2, 4) if is_long else (64, 1, 2)
+    elif num_rows == 1:
+        rows, parts, warps = 32, 4 if is_long or gated else 2, 4
+    else:
+        rows, parts, warps = (64, 2, 2) if gated else (64, 4 if is_long else 2, 4)
+    return dict(ROWS=rows, COLUMNS=columns, PARTS=parts, STAGES=2, num_warps=warps)
+
+
+def linear(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None = None, row_scale: Tensor | None = None,
+           bias: Tensor | None = None, activation: str = "", gated: bool = False, count: int = 1, *,
+           form: dict[str, int]) -> Tensor:
+    """`four_bit_kernels.linear` for up to MOST_ROWS rows. form: what `form_of` returned. ImportError: there is no
+    Gluon"""
+    if gl is None:
+        raise ImportError(problem)
+    num_rows, size = x.shape
+    num_out = len(scale) // (2 if gated else 1)
+    out = x.new_empty(*[count] * (count > 1), num_rows, num_out)
+    linear_kernel[(cdiv(num_out, form["ROWS"] // (2 if gated else 1)), count)](
+        x, bias=weight if bias is None else bias, out=out, num_rows=num_rows, num_out=num_out, PART=size // count,
+        BIAS=bias is not None, GATED=gated, ACTIVATION=activation, **form,
+        **arguments(size, weight, scale, zero, row_scale), **launch_options(x.device))
+    return out
+
+
+def experts_product(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, row_scale: Tensor | None,
+                    scores: Tensor, counts: Tensor, pairs: Tensor, out: Tensor, activation: str,
+                    bias: Tensor | None, form: dict[str, int]) -> None:
+    """`fused_experts.experts_product` for experts of few tokens. form: what `experts_form` returned"""
+    (top_k, num_rows), height = scores.shape, form["ROWS"] // (2 if activation else 1)
+    num_tiles = min(top_k * num_rows, len(counts)) + (
+        num_rows > form["COLUMNS"]) * top_k * num_rows // form["COLUMNS"]
+    experts_kernel[(cdiv(out.shape[-1], height), num_tiles)](
+        x, bias=weight if bias is None else bias, scores=scores, out=out, counts=counts, pairs=pairs,
+        num_rows=num_rows, OUT=out.shape[-1], EXPERTS=len(counts), PADDED=max(32, tiles.next_power_of_2(len(counts))),
+        BIAS=bias is not None, ACTIVATION=activation, **form,
+        **arguments(x.shape[1], weight, scale, zero, row_scale), **launch_options(x.device))
+
+
+# --------------------------------------------------------------------------------------------------
+# Layouts
+# --------------------------------------------------------------------------------------------------
+
+# A linear layout says for each bit of a register's, a lane's and a warp's number how far it leads, in each dimension of
+# the tensor. Lane 4 g + t holds row g, and the t-th of four words or of four pairs of columns, as a tensor core does.
+
+@constexpr_function
+def _steps(first: int, end: int, dim: int, rank: int) -> list[list[int]]:
+    """first, 2 * first, .. below `end` in a dimension."""
+    return [[2**i * (d == dim) for d in range(rank)] for i in range(first.bit_length() - 1, end.bit_length() - 1)]
+
+
+@constexpr_function
+def _rows(rows, row_warps, rank):
+    """Rows of a weight, the first dimension, in a thread's registers and in warps."""
+    return _steps(8, 16, 0, rank) + _steps(16 * row_warps, rows, 0, rank), _steps(16, 16 * row_warps, 0, rank)
+
+
+@constexpr_function
+def _words(rows, parts, row_warps, count):
+    """[rows, parts * count] words, where `count` words have 128 columns."""
+    in_registers, in_warps = _rows(rows, row_warps, 2)
+    return gl.DistributedLinearLayout(
+        _steps(4, count, 1, 2) + in_registers, _steps(1, 4, 1, 2) + _steps(1, 8, 0, 2),
+        in_warps + _steps(count, count * parts, 1, 2), [], [rows, count * parts])
+
+
+@constexpr_function
+def _groups(rows, parts, row_warps, count, words):
+    """[rows, parts * count, words of a group]: the same words, and in 128 columns `count` groups."""
+    def of_word(step: int) -> list[int]:
+        return [0, step // (words // count), step % (words // count)]
+    in_registers, in_warps = _rows(rows, row_warps, 3)
+    return gl.DistributedLinearLayout(
+        [of_word(step) for [_, step] in _steps(4, words, 1, 2)] + in_registers,
+        [of_word(1), of_word(2), *_steps(1, 8, 0, 3)], in_warps + _steps(count, count * parts, 1, 3), [],
+        [rows, count * parts, words // count])
+
+
+@constexpr_function
+def _columns(rows, parts, row_warps):
+    """[rows, parts * 128] of x."""
+    return gl.DistributedLinearLayout(
+        [[0, 1], *_steps(8, 128, 1, 2), *_steps(8, rows, 0, 2)], _steps(2, 8, 1, 2) + _steps(1, 8, 0, 2),
+        [[0, 0]] * (row_warps.bit_length() - 1) + _steps(128, 128 * parts, 1, 2), [], [rows, parts * 128])
+
+
+@constexpr_function
+def _copies(rows, width, vector, warps):
+    """[rows, width]: a lane has `vector` neighbours of a row, and lanes go along the row first."""
+    lanes = min(32, width // vector)
+    along = min(warps, width // vector // lanes)
+    return gl.BlockedLayout([1, vector], [32 // lanes, lanes], [warps // along, along], [1, 0])
+
+
+# --------------------------------------------------------------------------------------------------
+# The kernels
+# --------------------------------------------------------------------------------------------------
+
+@gluon_jit
+def _rows_of(base, first, num_out, ROWS: tl.constexpr, HEIGHT: tl.constexpr, layout: tl.constexpr):
+    """Rows of the weight in a program: HEIGHT, or also as many of up. One that does not exist is the last one."""
+    i = gl.arange(0, ROWS, layout=layout)
+    return base + (gl.minimum(first + i % HEIGHT, num_out - 1) + i // HEIGHT * num_out).to(gl.int64)
+
+
+@gluon_jit
+def _sums(x, exists, weight, scale, zero, base, first, begin, num_out, PART: tl.constexpr, SIZE: tl.constexpr,
+          GROUPS: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.constexpr, ROWS: tl.constexpr, HEIGHT: tl.constexpr,
+          COLUMNS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
+    """PART numbers, from `begin` on, of rows of a weight times those of rows of x, in float32: [ROWS, COLUMNS]. x,
+    exists [COLUMNS, 1]: where rows of x begin, and whether they exist. base, first, num_out: as for `_rows_of`"""
+    WARPS: tl.constexpr = gl.num_warps()
+    STEP: tl.constexpr = PARTS * 128
+    STEPS: tl.constexpr = (PART + STEP - 1) // STEP
+    GROUP: tl.constexpr = 128 if KIND == "fp8" else SIZE // GROUPS if GROUPS > 1 else 2 ** 30
+    CODES: tl.constexpr = 4 if KIND == "fp8" else 8  # of a word
+    WORDS: tl.constexpr = (SIZE + 4 * CODES - 1) // (4 * CODES) * 4  # of a row
+    WIDTH: tl.constexpr = 128 // CODES  # words of a warp, in a row
+    COPY_CODES: tl.constexpr = _copies(ROWS, PARTS * WIDTH, 4, WARPS)
+    COPY_X: tl.constexpr = _copies(COLUMNS, STEP, 8, WARPS)
+    MMA: tl.constexpr = gl.NVMMADistributedLayout([2, 0], [PARTS, WARPS // PARTS, 1], [1, 16, 8])
+    dtype: tl.constexpr = x.dtype.element_ty
+    # 16 bytes change places within 8 rows, so that no two lanes read from one bank.
+    codes = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS, PARTS * WIDTH], gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
+    xs = gl.allocate_shared_memory(dtype, [STAGES, COLUMNS, STEP], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+    word = gl.arange(0, PARTS * WIDTH, layout=gl.SliceLayout(0, COPY_CODES))[None, :]
+    row = _rows_of(base, first, num_out, ROWS, HEIGHT, gl.SliceLayout(1, COPY_CODES))[:, None]
+    at = weight.to(gl.pointer_type(gl.int32), bitcast=True) + row * WORDS + begin // CODES + word
+    k = gl.arange(0, STEP, layout=gl.SliceLayout(0, COPY_X))[None, :]
+    x += begin + k
+    WHOLE: tl.constexpr = PART % STEP == 0
+    for i in gl.static_range(min(STAGES - 1, STEPS)):  # before the wait for the previous kernel
+        _copy_codes(codes, at, begin // CODES + word, i, WORDS, WHOLE)
+    given, zeros = _load_scales(scale, zero, base, first, begin, num_out, STEPS, GROUP, GROUPS, ZEROS, ROWS, HEIGHT,
+                                PARTS)
+    kernel.wait_for_previous_kernel(PDL)  # what is loaded so far does not depend on it
+    factors, more_factors, minus = _keep_scales(given, zeros, KIND, GROUP)
+    for i in gl.static_range(STAGES - 1):
+        if i < STEPS:
+            _copy_x(xs, x, exists, k, i, PART, WHOLE)
+        async_copy.commit_group()
+    nothing = gl.zeros([PARTS, ROWS, COLUMNS], gl.float32, MMA)
+    sums = nothing
+    for i in range(STEPS):
+        async_copy.wait_group(STAGES - 2)
+        barrier()
+        if STEPS >= STAGES:  # Triton 3.6 breaks off at a branch that is never taken
+            if i + STAGES - 1 < STEPS:
+                _copy_codes(codes, at, begin // CODES + word, i + STAGES - 1, WORDS, WHOLE)
+                _copy_x(xs, x, exists, k, i + STAGES - 1, PART, WHOLE)
+        async_copy.commit_group()
+        words = codes.index(i % STAGES).load(_words(ROWS, PARTS, WARPS // PARTS, WIDTH))
+        tile = gl.convert_layout(_numbers(words, factors, more_factors, minus, i, GROUP, KIND, ZEROS, PARTS),
+                                 gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
+        columns = xs.index(i % STAGES).load(_columns(COLUMNS, PARTS, WARPS // PARTS))
+        columns = gl.convert_layout(columns.reshape(COLUMNS, PARTS, 128).permute(1, 2, 0),
+                                    gl.DotOperandLayout(1, MMA, 2), assert_trivial=True)
+        if factors.dtype == gl.float32:
+            factor = factors.index(i).permute((1, 0)).load(gl.SliceLayout(2, MMA))
+            sums += mma_v2(tile, columns, nothing) * factor[:, :, None]
+        else:
+            sums = mma_v2(tile, columns, sums)
+    total = gl.sum(sums, 0)
+    if KIND == "mxfp4" or KIND == "nvfp4":
+        total *= SUMS
+    return total
+
+
+@gluon_jit
+def _copy_codes(codes, at, word, i, WORDS: tl.constexpr, WHOLE: tl.constexpr):
+    """Ask for tile i of codes. Behind the end of a row there are zeros."""
+    buffer, skipped = codes.index(i % codes.shape[0]), i * codes.shape[2]
+    if WHOLE:
+        async_load(buffer, at + skipped)
+    else:
+        async_load(buffer, at + skipped, mask=word + skipped < WORDS)
+
+
+@gluon_jit
+def _copy_x(xs, x, exists, k, i, PART: tl.constexpr, WHOLE: tl.constexpr):
+    """Ask for tile i of x. Zeros take the place of rows and columns that do not exist."""
+    buffer, skipped = xs.index(i % xs.shape[0]), i * xs.shape[2]
+    if WHOLE:
+        async_load(buffer, x + skipped, mask=exists & (k >= 0))
+    else:
+        async_load(buffer, x + skipped, mask=exists & (k + skipped < PART))
+
+
+@gluon_jit
+def _load_scales(scale, zero, base, first, begin, num_out, STEPS: tl.constexpr, GROUP: tl.constexpr,
+                 GROUPS: tl.constexpr, ZEROS: tl.constexpr, ROWS: tl.constexpr, HEIGHT: tl.constexpr,
+                 PARTS: tl.constexpr):
+    """Scales of each tile, [ROWS, groups of a tile], and zeros of integers that have them."""
+    WIDTH: tl.constexpr = PARTS * (128 // GROUP if GROUP < 128 else 1)
+    LAYOUT: tl.constexpr = _copies(ROWS, WIDTH, min(WIDTH, 8), gl.num_warps())
+    row = _rows_of(base, first, num_out, ROWS, HEIGHT, gl.SliceLayout(1, LAYOUT))[:, None] * GROUPS
+    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    given, zeros = (), ()
+    for i in gl.static_range(STEPS):
+        group = begin // GROUP + i * WIDTH + column
+        if GROUP > 128:
+            group = (begin + (i * PARTS + column) * 128) // GROUP
+        given += (gl.load(scale + row + group, mask=group < GROUPS, other=0),)
+        if ZEROS:
+            zeros += (gl.load(zero + row + group, mask=group < GROUPS, other=0),)
+    return given, zeros
+
+
+@gluon_jit
+def _keep_scales(given, zeros, KIND: tl.constexpr, GROUP: tl.constexpr):
+    """What `_load_scales` returned, in shared memory: [tiles, rows, groups of a tile]. Scales are float32 if they
+    multiply the sums of 128 columns, else bfloat16 or MXFP4's bytes; in groups of 16, those of pairs 2 and 3 of words
+    are by themselves. The last result is what is subtracted from integers."""
+    STEPS: tl.constexpr = len(given)
+    ROWS: tl.constexpr = given[0].shape[0]
+    WIDTH: tl.constexpr = given[0].shape[1]
+    IN_SUMS: tl.constexpr = KIND == "fp8" or KIND == "int4" and GROUP >= 128
+    dtype: tl.constexpr = gl.uint8 if KIND == "mxfp4" else gl.float32 if IN_SUMS else gl.bfloat16
+    plain: tl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    factors = gl.allocate_shared_memory(dtype, [STEPS, ROWS, WIDTH // 2 if GROUP == 16 else WIDTH], plain)
+    more_factors, minus = factors, factors
+    if GROUP == 16:
+        more_factors = gl.allocate_shared_memory(dtype, [STEPS, ROWS, WIDTH // 2], plain)
+    if len(zeros) > 0:
+        minus = gl.allocate_shared_memory(gl.int32, [STEPS, ROWS, WIDTH], plain)
+    for i in gl.static_range(STEPS):
+        factor = given[i]
+        if KIND == "mxfp4":
+            factor = gl.minimum(factor.to(gl.int32), 191)  # 2^64
+        elif KIND == "nvfp4":
+            factor = of_scale(factor, KIND) * 2.0 ** 62
+        factor = factor.to(dtype)
+        if GROUP == 16:
+            factor, other = gl.split(factor.reshape(ROWS, WIDTH // 2, 2))
+            more_factors.index(i).store(other)
+        factors.index(i).store(factor)
+        if len(zeros) > 0:
+            minus.index(i).store((zeros[i].to(gl.int32) | 0xC300) * 0x10001)
+    return factors, more_factors, minus
+
+
+@gluon_jit
+def _numbers(words, factors, more_factors, minus, i, GROUP: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.constexpr,
+             PARTS: tl.constexpr):
+    """Tile i of a weight: [PARTS, ROWS, 128]."""
+    ROWS: tl.constexpr = words.shape[0]
+    WORDS: tl.constexpr = words.shape[1] // PARTS
+    LAYOUT: tl.constexpr = words.type.layout
+    if KIND == "fp8":
+        y = bytes_in_order(gl.inline_asm_elementwise(E4M3, "=h,=h,=h,=h,r", [words], dtype=(gl.bfloat16,) * 4,
+                                                      is_pure=True, pack=1))
+    else:
+        if KIND == "int4":
+            less = gl.full(words.shape, -0x3CF73CF8, gl.int32, LAYOUT)  # -136, twice
+            if ZEROS:
+                less = _for_words(minus.index(i), WORDS, PARTS, LAYOUT)
+        if factors.dtype == gl.float32:
+            pairs = gl.inline_asm_elementwise(INT4, ONE, [words, less], dtype=(gl.bfloat16,) * 8, is_pure=True, pack=1)
+        else:
+            factor = _for_words(factors.index(i), WORDS, PARTS, LAYOUT)
+            if KIND == "int4":
+                pairs = gl.inline_asm_elementwise(SCALED_INT4, TWO, [words, less, factor], dtype=(gl.bfloat16,) * 8,
+                                                  is_pure=True, pack=1)
+            else:
+                other = factor
+                if GROUP == 16:
+                    other = _for_words(more_factors.index(i), WORDS, PARTS, LAYOUT)
+                pairs = gl.inline_asm_elementwise(E2M1, TWO, [words, factor, other], dtype=(gl.bfloat16,) * 8,
+                                                  is_pure=True, pack=1)
+        y = in_order(pairs)
+    return y.reshape(ROWS, PARTS, 128).permute(1, 0, 2)
+
+
+@gluon_jit
+def _for_words(groups, WORDS: tl.constexpr, PARTS: tl.constexpr, layout: tl.constexpr):
+    """A number of each group, [ROWS, groups], for all words of the group."""
+    ROWS: tl.constexpr = groups.shape[0]
+    COUNT: tl.constexpr = groups.shape[1] // PARTS
+    ALL: tl.constexpr = _groups(ROWS, PARTS, gl.num_warps() // PARTS, COUNT, WORDS)
+    x = groups.load(gl.SliceLayout(2, ALL))
+    if groups.dtype == gl.bfloat16:
+        x = twice(x)
+    elif groups.dtype == gl.uint8:  # an exponent, and 62 more, in both halves
+        x = (x.to(gl.int32) + 62) * 0x800080
+    x, _ = gl.broadcast(x[:, :, None], gl.zeros([ROWS, PARTS * COUNT, WORDS // COUNT], gl.int32, ALL))
+    return gl.convert_layout(x.reshape(ROWS, PARTS * WORDS), layout, assert_trivial=True)
+
+
+@gluon_jit
+def linear_kernel(x, weight, scale, zero, row_scale, bias, out, num_rows, num_out, SIZE: tl.constexpr,
+                  PART: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.constexpr,
+                  ROW_SCALE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+                  STAGES: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
+                  PDL: tl.constexpr):
+    """Grid (HEIGHT rows of the weight, part of the inner dimension). `few_rows_kernel` of four_bit_kernels.py"""
+    HEIGHT: tl.constexpr = ROWS // 2 if GATED else ROWS
+    first, begin = gl.program_id(0) * HEIGHT, gl.program_id(1) * PART
+    x_row = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, _copies(COLUMNS, 128 * PARTS, 8, gl.num_warps())))
+    x_row = x_row[:, None]
+    sums = _sums(x + x_row.to(gl.int64) * SIZE, x_row < num_rows, weight, scale, zero, 0, first, begin, num_out, PART,
+                 SIZE, GROUPS, KIND, ZEROS, ROWS, HEIGHT, COLUMNS, PARTS, STAGES, PDL)
+    source = _rows_of(0, first, num_out, ROWS, HEIGHT, gl.SliceLayout(1, sums.type.layout))
+    if ROW_SCALE:
+        sums *= gl.load(row_scale + source)[:, None]
+    if BIAS:
+        sums += gl.load(bias + source).to(gl.float32)[:, None]
+    y = _activated(sums, out.dtype.element_ty, HEIGHT, ACTIVATION)
+    row = first + gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, y.type.layout))[:, None]
+    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, y.type.layout))[None, :]
+    gl.store(out + (gl.program_id(1) * num_rows + column).to(gl.int64) * num_out + row, y,
+             mask=(row < num_out) & (column < num_rows))
+
+
+@gluon_jit
+def _activated(sums, dtype: tl.constexpr, HEIGHT: tl.constexpr, ACTIVATION: tl.constexpr):
+    """[HEIGHT, COLUMNS] of sums [HEIGHT, COLUMNS], or of those of gate and up, [2 * HEIGHT, COLUMNS]."""
+    GATED: tl.constexpr = sums.shape[0] > HEIGHT
+    up = sums
+    if GATED:
+        sums, up = gl.split(sums.reshape(2, HEIGHT, sums.shape[1]).permute(1, 2, 0))
+    y = sums.to(dtype)
+    if ACTIVATION != "":
+        y = fused.activate_tile(y, up.to(dtype), GATED, ACTIVATION)
+    return y
+
+
+@gluon_jit
+def experts_kernel(x, weight, scale, zero, row_scale, bias, scores, out, counts, pairs, num_rows, OUT: tl.constexpr,
+                   SIZE: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr,
+                   KIND: tl.constexpr, ZEROS: tl.constexpr, ROW_SCALE: tl.constexpr, ROWS: tl.constexpr,
+                   COLUMNS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, BIAS: tl.constexpr,
+                   ACTIVATION: tl.constexpr, PDL: tl.constexpr):
+    """Grid (HEIGHT rows of a weight, COLUMNS pairs of one expert). `experts_kernel` of fused_experts.py"""
+    FIRST: tl.constexpr = ACTIVATION != ""
+    HEIGHT: tl.constexpr = ROWS // 2 if FIRST else ROWS
+    LINE: tl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    expert, tile = gl.arange(0, PADDED, layout=LINE), gl.program_id(1)
+    kernel.wait_for_previous_kernel(PDL)
+    count = gl.load(counts + expert, mask=expert < EXPERTS, other=0)
+    end_tile = gl.associative_scan(gl.cdiv(count, COLUMNS), 0, _add)
+    at = gl.sum((end_tile <= tile).to(gl.int32), 0)  # the expert of this tile
+    if at >= EXPERTS:
+        return
+    count = gl.sum(gl.where(expert == at, count, 0), 0)
+    tile = tile - gl.sum(gl.where(expert == at, end_tile, 0), 0) + gl.cdiv(count, COLUMNS)
+    first, base = gl.program_id(0) * HEIGHT, at.to(gl.int64) * (2 * OUT if FIRST else OUT)
+    pairs += at * num_rows + tile * COLUMNS
+    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, _copies(COLUMNS, 128 * PARTS, 8, gl.num_warps())))
+    exists = tile * COLUMNS + column < count
+    source = gl.load(pairs + column, mask=exists, other=0)
+    if FIRST:
+        source = source % num_rows
+    sums = _sums(x + source.to(gl.int64)[:, None] * SIZE, exists[:, None], weight, scale, zero, base, first, 0, OUT,
+                 SIZE, SIZE, GROUPS, KIND, ZEROS, ROWS, HEIGHT, COLUMNS, PARTS, STAGES, False)
+    source = _rows_of(base, first, OUT, ROWS, HEIGHT, gl.SliceLayout(1, sums.type.layout))
+    if ROW_SCALE:
+        sums *= gl.load(row_scale + source)[:, None]
+    if BIAS:
+        sums += gl.load(bias + source).to(gl.float32)[:, None]
+    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, sums.type.layout))
+    exists = tile * COLUMNS + column < count
+    pair = gl.load(pairs + column, mask=exists, other=0)
+    if not FIRST:
+        sums *= gl.load(scores + pair)[None, :]
+    y = _activated(sums, out.dtype.element_ty, HEIGHT, ACTIVATION)
+    row = first + gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, y.type.layout))[:, None]
+    OF_COLUMN: tl.constexpr = gl.SliceLayout(0, y.type.layout)
+    pair, exists = gl.convert_layout(pair, OF_COLUMN), gl.convert_layout(exists, OF_COLUMN)
+    gl.store(out + pair.to(gl.int64)[None, :] * OUT + row, y, mask=(row < OUT) & exists[None, :])
+
+
+@gluon_jit
+def _add(a, b):
+    return a + b
