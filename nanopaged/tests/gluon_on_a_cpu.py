@@ -76,7 +76,8 @@ class Gluon:
         return self.warps
 
     def inline_asm_elementwise(self, asm, constraints, inputs, dtype, is_pure, pack):
-        return run_assembly(asm.value, getattr(constraints, "value", constraints).count("="), [one.handle.data for one in inputs])
+        asm, constraints = (getattr(one, "value", one) for one in (asm, constraints))  # of tl.constexpr, or strings
+        return run_assembly(asm, constraints.count("="), [one.handle.data for one in inputs])
 
     def async_load(self, tile, pointers, mask=None):
         value = tl.load(pointers) if mask is None else tl.load(pointers, mask=mask, other=0)
