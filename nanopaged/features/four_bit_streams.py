@@ -17,6 +17,7 @@ two of them share 128 columns, and each has half of the rows.
 
 Scales would be small loads in between. They are read before the loop, and wait in shared memory.
 """
+from collections import namedtuple
 from functools import lru_cache
 
 import torch
@@ -202,19 +203,25 @@ def _copies(rows, width, vector, warps):
 # The kernels
 # --------------------------------------------------------------------------------------------------
 
+Matrix = namedtuple("Matrix", ["weight", "scale", "zero"])
+# base: an expert's first row; first: a program's; num_out: the number of rows, half of them if there are gate and up
+Rows = namedtuple("Rows", ["base", "first", "num_out"])
+
+
 @gluon_jit
-def _rows_of(base, first, num_out, ROWS: tl.constexpr, HEIGHT: tl.constexpr, layout: tl.constexpr):
+def _rows_of(rows, ROWS: tl.constexpr, HEIGHT: tl.constexpr, layout: tl.constexpr):
     """Rows of the weight in a program: HEIGHT, or also as many of up. One that does not exist is the last one."""
     i = gl.arange(0, ROWS, layout=layout)
-    return base + (gl.minimum(first + i % HEIGHT, num_out - 1) + i // HEIGHT * num_out).to(gl.int64)
+    row = gl.minimum(rows.first + i % HEIGHT, rows.num_out - 1) + i // HEIGHT * rows.num_out
+    return rows.base + row.to(gl.int64)
 
 
 @gluon_jit
-def _sums(x, exists, weight, scale, zero, base, first, begin, num_out, PART: tl.constexpr, SIZE: tl.constexpr,
-          GROUPS: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.constexpr, ROWS: tl.constexpr, HEIGHT: tl.constexpr,
+def _sums(x, exists, matrix, rows, begin, PART: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr,
+          KIND: tl.constexpr, ZEROS: tl.constexpr, ROWS: tl.constexpr, HEIGHT: tl.constexpr,
           COLUMNS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
     """PART numbers, from `begin` on, of rows of a weight times those of rows of x, in float32: [ROWS, COLUMNS]. x,
-    exists [COLUMNS, 1]: where rows of x begin, and whether they exist. base, first, num_out: as for `_rows_of`"""
+    exists [COLUMNS, 1]: where rows of x begin, and whether they exist"""
     WARPS: tl.constexpr = gl.num_warps()
     STEP: tl.constexpr = PARTS * 128
     STEPS: tl.constexpr = (PART + STEP - 1) // STEP
@@ -230,15 +237,14 @@ def _sums(x, exists, weight, scale, zero, base, first, begin, num_out, PART: tl.
     codes = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS, PARTS * WIDTH], gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
     xs = gl.allocate_shared_memory(dtype, [STAGES, COLUMNS, STEP], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
     word = gl.arange(0, PARTS * WIDTH, layout=gl.SliceLayout(0, COPY_CODES))[None, :]
-    row = _rows_of(base, first, num_out, ROWS, HEIGHT, gl.SliceLayout(1, COPY_CODES))[:, None]
-    at = weight.to(gl.pointer_type(gl.int32), bitcast=True) + row * WORDS + begin // CODES + word
+    row = _rows_of(rows, ROWS, HEIGHT, gl.SliceLayout(1, COPY_CODES))[:, None]
+    at = matrix.weight.to(gl.pointer_type(gl.int32), bitcast=True) + row * WORDS + begin // CODES + word
     k = gl.arange(0, STEP, layout=gl.SliceLayout(0, COPY_X))[None, :]
     x += begin + k
     WHOLE: tl.constexpr = PART % STEP == 0
     for i in gl.static_range(min(STAGES - 1, STEPS)):  # before the wait for the previous kernel
         _copy_codes(codes, at, begin // CODES + word, i, WORDS, WHOLE)
-    given, zeros = _load_scales(scale, zero, base, first, begin, num_out, STEPS, GROUP, GROUPS, ZEROS, ROWS, HEIGHT,
-                                PARTS)
+    given, zeros = _load_scales(matrix, rows, begin, STEPS, GROUP, GROUPS, ZEROS, ROWS, HEIGHT, PARTS)
     kernel.wait_for_previous_kernel(PDL)  # what is loaded so far does not depend on it
     factors, more_factors, minus = _keep_scales(given, zeros, KIND, GROUP)
     for i in gl.static_range(STAGES - 1):
@@ -293,22 +299,21 @@ def _copy_x(xs, x, exists, k, i, PART: tl.constexpr, WHOLE: tl.constexpr):
 
 
 @gluon_jit
-def _load_scales(scale, zero, base, first, begin, num_out, STEPS: tl.constexpr, GROUP: tl.constexpr,
-                 GROUPS: tl.constexpr, ZEROS: tl.constexpr, ROWS: tl.constexpr, HEIGHT: tl.constexpr,
-                 PARTS: tl.constexpr):
+def _load_scales(matrix, rows, begin, STEPS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+                 ZEROS: tl.constexpr, ROWS: tl.constexpr, HEIGHT: tl.constexpr, PARTS: tl.constexpr):
     """Scales of each tile, [ROWS, groups of a tile], and zeros of integers that have them."""
     WIDTH: tl.constexpr = PARTS * (128 // GROUP if GROUP < 128 else 1)
     LAYOUT: tl.constexpr = _copies(ROWS, WIDTH, min(WIDTH, 8), gl.num_warps())
-    row = _rows_of(base, first, num_out, ROWS, HEIGHT, gl.SliceLayout(1, LAYOUT))[:, None] * GROUPS
+    row = _rows_of(rows, ROWS, HEIGHT, gl.SliceLayout(1, LAYOUT))[:, None] * GROUPS
     column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     given, zeros = (), ()
     for i in gl.static_range(STEPS):
         group = begin // GROUP + i * WIDTH + column
         if GROUP > 128:
             group = (begin + (i * PARTS + column) * 128) // GROUP
-        given += (gl.load(scale + row + group, mask=group < GROUPS, other=0),)
+        given += (gl.load(matrix.scale + row + group, mask=group < GROUPS, other=0),)
         if ZEROS:
-            zeros += (gl.load(zero + row + group, mask=group < GROUPS, other=0),)
+            zeros += (gl.load(matrix.zero + row + group, mask=group < GROUPS, other=0),)
     return given, zeros
 
 
@@ -403,9 +408,10 @@ def linear_kernel(x, weight, scale, zero, row_scale, bias, out, num_rows, num_ou
     first, begin = gl.program_id(0) * HEIGHT, gl.program_id(1) * PART
     x_row = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, _copies(COLUMNS, 128 * PARTS, 8, gl.num_warps())))
     x_row = x_row[:, None]
-    sums = _sums(x + x_row.to(gl.int64) * SIZE, x_row < num_rows, weight, scale, zero, 0, first, begin, num_out, PART,
-                 SIZE, GROUPS, KIND, ZEROS, ROWS, HEIGHT, COLUMNS, PARTS, STAGES, PDL)
-    source = _rows_of(0, first, num_out, ROWS, HEIGHT, gl.SliceLayout(1, sums.type.layout))
+    rows = Rows(0, first, num_out)
+    sums = _sums(x + x_row.to(gl.int64) * SIZE, x_row < num_rows, Matrix(weight, scale, zero), rows, begin, PART, SIZE,
+                 GROUPS, KIND, ZEROS, ROWS, HEIGHT, COLUMNS, PARTS, STAGES, PDL)
+    source = _rows_of(rows, ROWS, HEIGHT, gl.SliceLayout(1, sums.type.layout))
     if ROW_SCALE:
         sums *= gl.load(row_scale + source)[:, None]
     if BIAS:
@@ -449,16 +455,17 @@ def experts_kernel(x, weight, scale, zero, row_scale, bias, scores, out, counts,
         return
     count = gl.sum(gl.where(expert == at, count, 0), 0)
     tile = tile - gl.sum(gl.where(expert == at, end_tile, 0), 0) + gl.cdiv(count, COLUMNS)
-    first, base = gl.program_id(0) * HEIGHT, at.to(gl.int64) * (2 * OUT if FIRST else OUT)
+    first = gl.program_id(0) * HEIGHT
+    rows = Rows(at.to(gl.int64) * (2 * OUT if FIRST else OUT), first, OUT)
     pairs += at * num_rows + tile * COLUMNS
     column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, _copies(COLUMNS, 128 * PARTS, 8, gl.num_warps())))
     exists = tile * COLUMNS + column < count
     source = gl.load(pairs + column, mask=exists, other=0)
     if FIRST:
         source = source % num_rows
-    sums = _sums(x + source.to(gl.int64)[:, None] * SIZE, exists[:, None], weight, scale, zero, base, first, 0, OUT,
-                 SIZE, SIZE, GROUPS, KIND, ZEROS, ROWS, HEIGHT, COLUMNS, PARTS, STAGES, False)
-    source = _rows_of(base, first, OUT, ROWS, HEIGHT, gl.SliceLayout(1, sums.type.layout))
+    sums = _sums(x + source.to(gl.int64)[:, None] * SIZE, exists[:, None], Matrix(weight, scale, zero), rows, 0, SIZE,
+                 SIZE, GROUPS, KIND, ZEROS, ROWS, HEIGHT, COLUMNS, PARTS, STAGES, False)
+    source = _rows_of(rows, ROWS, HEIGHT, gl.SliceLayout(1, sums.type.layout))
     if ROW_SCALE:
         sums *= gl.load(row_scale + source)[:, None]
     if BIAS:
