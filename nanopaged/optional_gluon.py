@@ -1,20 +1,19 @@
 """Gluon if this Triton has it: Triton's lower level, where a program says how a tensor lies in registers and memory.
 
-It is experimental, and a Triton to come may have other names or rules. So a feature first tries its kernel
-(`compiles`), and has another one for the case that it fails. Importing Gluon takes 0.1 s, which machines without a GPU
-are spared.
+It is experimental, and later Tritons may change it. So a feature first compiles its kernel (`compiles`), and falls back
+to one in plain Triton. Importing Gluon takes 0.1 s, which machines without a GPU are spared.
 """
 import warnings
 from typing import Any, Callable
 
 from nanopaged.optional_triton import INTERPRETED, VARYING, VARYING_NUMBERS, triton
 
-gl, problem = None, ""
+gl, problem = None, ""  # problem: why there is no Gluon
 try:
     if INTERPRETED:
         raise ImportError("the interpreter runs no Gluon")
     if triton and triton.__version__.startswith("3.5."):
-        raise ImportError("its Gluon gives all parts of a program the same arguments")
+        raise ImportError("warp_specialize of 3.5 gives all its functions the same arguments")
     from triton.experimental.gluon import constexpr_function, jit, language
     gl = language
     gluon_jit = jit(do_not_specialize=[*VARYING_NUMBERS, "num_items", "num_kv_heads", "window", "table_row"],
@@ -34,6 +33,6 @@ def compiles(call: Callable[[], Any], loss: str) -> bool:
         call()
     except Exception as error:  # what a Triton to come raises is not known
         reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
-        warnings.warn(f"{loss}: Triton {triton.__version__} does not compile that one ({reason}); 3.6 to 3.9 do")
+        warnings.warn(f"{loss}: Triton {triton.__version__} does not compile that one; 3.6 to 3.9 do ({reason})")
         return False
     return True

@@ -3,7 +3,7 @@
 **The order of codes.** A tensor core takes 16 consecutive numbers of a row from four threads. Thread t (0 to 3) holds
 the columns 2t, 2t + 1, 2t + 8 and 2t + 9 in two registers, and the two columns of a register are a pair. The codes of
 32 consecutive numbers fill four words of 32 bits. Word t holds the four pairs of thread t, so no number moves to
-another thread:
+another thread (integers; e2m1 has another order of bits, below):
 
     bits of word t    28-31  24-27  20-23  16-19  |  12-15   8-11    4-7    0-3
     column            2t+25  2t+17   2t+9   2t+1  |  2t+24  2t+16   2t+8     2t
@@ -22,9 +22,10 @@ each instruction therefore makes both numbers of a pair, one in each half of a r
                 bytes become s 0 0 0 0 e e e e m m m 0 0 0 0. As a bfloat16, also of a denormal number, this is the
                 number times 2^-120. An FMA multiplies it by 2^120. 9 instructions for two pairs, without a scale.
 
-**The order of e2m1's bits.** In a half, s e e m of pair 0 lie where they are to be. Those of pair 2 lie 6 bits lower,
-and of pair 1, with rotation, 4 bits higher. The remaining bits are pair 3's: only its upper e needs a shift of its own.
-The table names the pair of each bit; s of pair 1 is in the other half.
+**The order of e2m1's bits.** In a half of a word, the four bits of pair 0 lie where the number needs them. Pair 2's
+lie 6 bits too low: a shift left. Pair 1's lie 4 bits too high: a rotation right, which brings s from the other half.
+Pair 3 has the bits that remain: s, the lower e and m lie 2 bits too low, and the upper e, which lies 6 bits too high,
+is shifted by itself.
 
     bit     15  14  13  12  11  10   9   8   7   6   5   4   3   2   1   0
     pair     0   3   3   1   1   1   2   0   0   0   3   3   1   2   2   2
@@ -52,7 +53,7 @@ MOST_SCALED_SUMS = tl.constexpr(32)  # columns of x in a program whose sums are 
 
 def order_codes(weight: Tensor, scale: Tensor) -> Tensor:
     """Words of codes, from bytes of two neighbours, [.., in / 2], or e4m3, [.., in]. Zeros fill the last four words.
-    scale: it tells what the codes are"""
+    scale: its type tells whether codes are e2m1 or integers"""
     if weight.dtype is FP8:
         return F.pad(weight.view(torch.uint8), (0, -weight.shape[-1] % 16)).unflatten(-1, (-1, 2, 4, 2)).movedim(
             -3, -1).flatten(-4).view(FP8)  # block, t, number, i
@@ -300,9 +301,10 @@ def empty_matrix(size: int, form: Form, device: torch.device) -> list[Tensor | N
 
 def arguments(size: int, weight: Tensor, scale: Tensor, zero: Tensor | None,
               row_scale: Tensor | None) -> dict[str, Any]:
-    """Arguments of a kernel that describe a matrix. Its scales of 8 bits become bytes."""
-    return dict(weight=weight.view(torch.uint8), scale=scale.view(torch.uint8) if scale.itemsize == 1 else scale,
-                zero=weight if zero is None else zero, row_scale=weight if row_scale is None else row_scale,
+    """Arguments of a kernel that describe a matrix. Its codes and scales of 8 bits become bytes."""
+    codes = weight.view(torch.uint8)  # also for what is not there: not every GPU has a type of 8 bits
+    return dict(weight=codes, scale=scale.view(torch.uint8) if scale.itemsize == 1 else scale,
+                zero=codes if zero is None else zero, row_scale=codes if row_scale is None else row_scale,
                 SIZE=size, GROUPS=scale.shape[-1], KIND=kind_of(weight.dtype, scale.dtype),
                 ZEROS=zero is not None, ROW_SCALE=row_scale is not None)
 

@@ -125,7 +125,7 @@ def linear(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, row_sc
     form = few_rows_form(num_rows, gated, density, lambda slices: part % (slices * max(group, TILE)) == 0,
                          tiles.shared_memory(x.device))
     few_rows_kernel[(cdiv(num_out, form["ROWS"]), count, cdiv(num_rows, form["COLUMNS"]))](
-        x, bias=weight if bias is None else bias, out=out, num_rows=num_rows, num_out=num_out, PART=part,
+        x, bias=x if bias is None else bias, out=out, num_rows=num_rows, num_out=num_out, PART=part,
         BIAS=bias is not None, GATED=gated, ACTIVATION=activation, **form,
         **arguments(size, weight, scale, zero, row_scale), **launch_options(x.device))
     return out

@@ -1,24 +1,25 @@
-"""Products of up to 16 rows with weights in 4 bits, or in FP8 blocks. An addition to four_bit_kernels.py and
-four_bit_experts.py, for GPUs of compute capability 8.0 and more.
+"""Products with weights in 4 bits, or in FP8 blocks, of up to 16 rows, or of experts with up to 8 tokens on average. An
+addition to four_bit_kernels.py and four_bit_experts.py, for GPUs of compute capability 8.0 and more.
 
-Memory should limit such a product. But a multiprocessor of an H200 gets 18 bytes per cycle, and must turn 34 codes into
-numbers in that cycle. Plain Triton moves codes between threads on their way to the tensor cores, and all warps of a
-program share columns, so each of them loads all of x. In **Gluon** (optional_gluon.py) a program says which thread
-holds what:
+Memory should limit such a product. A multiprocessor of an H200 reads 18 bytes per cycle: 34 codes and their scales,
+which must become numbers in that cycle. In plain Triton the compiler picks the layouts. It moves codes between threads
+before they become numbers, and all warps of a program share columns, so each warp loads all of x. In **Gluon**
+(optional_gluon.py) the program picks the layouts. Here with 32 ROWS, 4 PARTS and 4 warps:
 
     columns of the weight   0..127   128..255   256..383   384..511 | 512..639   640..767  ..
     warp                      0         1          2          3     |    0          1      ..
 
-A tile is 32 rows of the weight and, with four warps, 512 columns. All warps copy its codes to shared memory, and the
-same columns of x; up to three tiles are on their way while one is multiplied. Then each warp reads the codes of its 128
+A tile is ROWS rows of the weight and PARTS * 128 columns. All warps copy its codes to shared memory, and the same
+columns of x; up to STAGES - 1 tiles are on their way while one is multiplied. Then each warp reads the codes of its 128
 columns in the tensor core's order (four_bit_codes.py), makes numbers of them in registers, and multiplies. No codes
-move between threads. After the last tile the sums of the warps are added up. A program with many rows has more warps:
-two of them share 128 columns, and each has half of the rows.
+move between threads. After the last tile the sums of the warps are added up. If there are more warps than PARTS,
+several of them share 128 columns, and each has an equal share of the rows.
 
-Scales would be small loads in between. They are read before the loop, and wait in shared memory.
+The scales of one tile are too few for efficient copies. A program loads all its scales before the loop, and keeps them
+in shared memory.
 """
 from collections import namedtuple
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -55,42 +56,54 @@ except (ImportError, AttributeError):  # no Gluon; see optional_gluon.py
     async_copy = async_load = barrier = mma_v2 = None
 
 MOST_ROWS = 16  # of x
-LONG_ROW = 2048  # numbers of a weight
+MOST_REGISTERS = 150  # of a thread, for all scales and zeros of a program
+LONG_ROW = 2048  # columns of a weight from which a row is long
 
 
 def takes(x: Tensor) -> bool:
-    """Whether the kernels run on this type and device. The first call on a device compiles one."""
-    return x.dtype is torch.bfloat16 and x.device.type == "cuda" and is_there(x.device)
+    """Whether the kernels run on this x and its device. The first call on a device compiles some."""
+    is_aligned = x.dtype is torch.bfloat16 and x.data_ptr() % 16 == 0  # asynchronous copies need 4 bytes at least
+    return is_aligned and x.device.type == "cuda" and is_there(x.device)
 
 
 @lru_cache
 def is_there(device: torch.device) -> bool:
-    if torch.cuda.get_device_capability(device) < (8, 0):
+    if not torch.version.cuda or torch.cuda.get_device_capability(device) < (8, 0):
         return False
-    x, codes = (torch.empty(*shape, dtype=dtype, device=device) for shape, dtype in (
-        ((1, 512), torch.bfloat16), ((0, 256), torch.uint8)))
-    return compiles(lambda: linear(x, codes, x.new_empty(0, 4), form=form_of(1, 32, 4)),
-                    "few rows are multiplied by weights in 4 bits in a kernel of plain Triton, which takes 1.1 to 2 "
-                    "times as long as the one in Gluon")
+    make = partial(torch.empty, device=device)
+    x, codes, scores, counts = (make(*shape, dtype=dtype) for shape, dtype in (
+        ((1, 512), torch.bfloat16), ((0, 256), torch.uint8), ((1, 1), torch.float32), ((1,), torch.int32)))
+
+    def run() -> None:  # without rows of a weight, and without pairs of an expert
+        linear(x, codes, x.new_empty(0, 4), form=form_of(1, 32, 4))
+        experts_product(x, codes, make(0, 32, dtype=torch.float8_e4m3fn), None, None, scores, counts.zero_(), counts,
+                        x.new_empty(1, 256), "silu", None, experts_form(1, 1, 1, True, 512))
+
+    return compiles(run, "few rows are multiplied by weights in 4 bits in a kernel of plain Triton, which takes 1.1 to "
+                         "2 times as long as the one in Gluon")
 
 
 def fits(form: dict[str, int], scale: Tensor, zero: Tensor | None, codes: torch.dtype, size: int, part: int) -> bool:
-    """Whether the kernels know groups of this size, and a program's tiles and scales fit into shared memory. size:
-    columns of the weight; part: of these in a program"""
+    """Whether the kernels handle groups and parts of this size, the ring of tiles and all scales of a program fit into
+    shared memory, and the scales, which are loaded at once, into registers. size: columns of the weight; part: of these
+    in a program"""
     kind, groups, step = kind_of(codes, scale.dtype), scale.shape[-1], 128 * form["PARTS"]
     group = size // groups if groups > 1 and kind != "fp8" else TILE
-    tile = step * (form["ROWS"] // (1 if kind == "fp8" else 2) + 2 * form["COLUMNS"])
-    bytes_of_scale = (1 if kind == "mxfp4" else 2 if group < TILE else 4) + 4 * (zero is not None)
-    scales = cdiv(part, step) * step // min(group, TILE) * form["ROWS"] * bytes_of_scale
+    num_tiles, scales = cdiv(part, step), step // min(group, TILE) * form["ROWS"]
+    tile_bytes = step * (form["ROWS"] // (1 if kind == "fp8" else 2) + 2 * form["COLUMNS"])
+    bytes_of_scale = 1 if kind == "mxfp4" else 2 if group < TILE else 4
+    of_thread, has_zeros = cdiv(scales, 32 * form["num_warps"]), zero is not None
+    registers = num_tiles * (cdiv(of_thread * scale.itemsize, 4) + has_zeros * cdiv(of_thread, 4))
+    shared = form["STAGES"] * tile_bytes + num_tiles * scales * (bytes_of_scale + 4 * has_zeros) + 1024
     return ((group % TILE == 0 or group in (32, 64) or group == 16 and kind == "nvfp4")
             and size % 32 == 0 and (part == size or part % TILE == 0)
-            and form["STAGES"] * tile + scales + 1024 <= tiles.shared_memory(scale.device))
+            and shared <= tiles.shared_memory(scale.device) and registers <= MOST_REGISTERS)
 
 
 def form_of(num_rows: int, num_tiles: int, multiprocessors: int) -> dict[str, int]:
-    """Of `linear_kernel`: a program's rows of the weight, and of x, which are its columns; parts of 128 columns of a
-    tile; tiles in shared memory; and warps. num_tiles: of 32 rows of the weight, in all parts of the inner dimension.
-    (H200, 8B's products)"""
+    """Constants of `linear_kernel`: ROWS of the weight and COLUMNS, which are rows of x, in a program; PARTS of 128
+    columns in a tile; STAGES, tiles in the ring; and warps. num_tiles: of 32 rows of the weight, times the number of
+    partial products. (H200, 8B's products)"""
     columns, is_large = 8 if num_rows <= 8 else 16, num_tiles >= 3 * multiprocessors
     rows, parts = 64 if is_large and columns == 16 else 32, 2 if is_large else 4
     return dict(ROWS=rows, COLUMNS=columns, PARTS=parts, STAGES=4 if is_large or columns == 16 else 3,
@@ -98,8 +111,8 @@ def form_of(num_rows: int, num_tiles: int, multiprocessors: int) -> dict[str, in
 
 
 def experts_form(num_rows: int, top_k: int, count: int, gated: bool, size: int) -> dict[str, int]:
-    """`form_of` for num_rows tokens that choose top_k of `count` experts each. Nothing: these are too many. size: of
-    the inner dimension. (H200, the shapes of gpt-oss-20b and Qwen3-30B-A3B)"""
+    """`form_of` for num_rows tokens that choose top_k of `count` experts each. Empty: too many tokens. size: of the
+    inner dimension. (H200, the shapes of gpt-oss-20b and Qwen3-30B-A3B)"""
     columns, is_long = 8 if num_rows <= 8 or num_rows * top_k <= 4 * count else 16, size >= LONG_ROW
     if num_rows * top_k > 8 * count:
         return {}
@@ -123,7 +136,7 @@ def linear(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None = None,
     num_out = len(scale) // (2 if gated else 1)
     out = x.new_empty(*[count] * (count > 1), num_rows, num_out)
     linear_kernel[(cdiv(num_out, form["ROWS"] // (2 if gated else 1)), count)](
-        x, bias=weight if bias is None else bias, out=out, num_rows=num_rows, num_out=num_out, PART=size // count,
+        x, bias=x if bias is None else bias, out=out, num_rows=num_rows, num_out=num_out, PART=size // count,
         BIAS=bias is not None, GATED=gated, ACTIVATION=activation, **form,
         **arguments(size, weight, scale, zero, row_scale), **launch_options(x.device))
     return out
@@ -137,7 +150,7 @@ def experts_product(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | Non
     num_tiles = min(top_k * num_rows, len(counts)) + (
         num_rows > form["COLUMNS"]) * top_k * num_rows // form["COLUMNS"]
     experts_kernel[(cdiv(out.shape[-1], height), num_tiles)](
-        x, bias=weight if bias is None else bias, scores=scores, out=out, counts=counts, pairs=pairs,
+        x, bias=x if bias is None else bias, scores=scores, out=out, counts=counts, pairs=pairs,
         num_rows=num_rows, OUT=out.shape[-1], EXPERTS=len(counts), PADDED=max(32, tiles.next_power_of_2(len(counts))),
         BIAS=bias is not None, ACTIVATION=activation, **form,
         **arguments(x.shape[1], weight, scale, zero, row_scale), **launch_options(x.device))
@@ -147,12 +160,13 @@ def experts_product(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | Non
 # Layouts
 # --------------------------------------------------------------------------------------------------
 
-# A linear layout says for each bit of a register's, a lane's and a warp's number how far it leads, in each dimension of
-# the tensor. Lane 4 g + t holds row g, and the t-th of four words or of four pairs of columns, as a tensor core does.
+# A linear layout gives for each bit of a register's, a lane's and a warp's number the offset that this bit adds in each
+# dimension of the tensor. Lane 4 g + t has row g, and of four words or pairs of columns the t-th, as a tensor core
+# wants.
 
 @constexpr_function
 def _steps(first: int, end: int, dim: int, rank: int) -> list[list[int]]:
-    """first, 2 * first, .. below `end` in a dimension."""
+    """The offsets first, 2 * first, .. below `end` in dimension `dim`."""
     return [[2**i * (d == dim) for d in range(rank)] for i in range(first.bit_length() - 1, end.bit_length() - 1)]
 
 
@@ -164,7 +178,7 @@ def _rows(rows, row_warps, rank):
 
 @constexpr_function
 def _words(rows, parts, row_warps, count):
-    """[rows, parts * count] words, where `count` words have 128 columns."""
+    """Of a tile of codes, [rows, parts * count]; 128 columns are `count` words."""
     in_registers, in_warps = _rows(rows, row_warps, 2)
     return gl.DistributedLinearLayout(
         _steps(4, count, 1, 2) + in_registers, _steps(1, 4, 1, 2) + _steps(1, 8, 0, 2),
@@ -173,7 +187,7 @@ def _words(rows, parts, row_warps, count):
 
 @constexpr_function
 def _groups(rows, parts, row_warps, count, words):
-    """[rows, parts * count, words of a group]: the same words, and in 128 columns `count` groups."""
+    """`_words` with the words of a group as a third dimension. count, words: groups and words in 128 columns"""
     def of_word(step: int) -> list[int]:
         return [0, step // (words // count), step % (words // count)]
     in_registers, in_warps = _rows(rows, row_warps, 3)
@@ -185,7 +199,7 @@ def _groups(rows, parts, row_warps, count, words):
 
 @constexpr_function
 def _columns(rows, parts, row_warps):
-    """[rows, parts * 128] of x."""
+    """Of a tile of x, [rows, parts * 128], which becomes the second factor."""
     return gl.DistributedLinearLayout(
         [[0, 1], *_steps(8, 128, 1, 2), *_steps(8, rows, 0, 2)], _steps(2, 8, 1, 2) + _steps(1, 8, 0, 2),
         [[0, 0]] * (row_warps.bit_length() - 1) + _steps(128, 128 * parts, 1, 2), [], [rows, parts * 128])
@@ -210,7 +224,8 @@ Rows = namedtuple("Rows", ["base", "first", "num_out"])
 
 @gluon_jit
 def _rows_of(rows, ROWS: tl.constexpr, HEIGHT: tl.constexpr, layout: tl.constexpr):
-    """Rows of the weight in a program: HEIGHT, or also as many of up. One that does not exist is the last one."""
+    """For each of a program's ROWS its row of the weight: HEIGHT rows, and behind those of gate the same ones of up. A
+    row behind the end is the last one."""
     i = gl.arange(0, ROWS, layout=layout)
     row = gl.minimum(rows.first + i % HEIGHT, rows.num_out - 1) + i // HEIGHT * rows.num_out
     return rows.base + row.to(gl.int64)
@@ -233,7 +248,7 @@ def _sums(x, exists, matrix, rows, begin, PART: tl.constexpr, SIZE: tl.constexpr
     COPY_X: tl.constexpr = _copies(COLUMNS, STEP, 8, WARPS)
     MMA: tl.constexpr = gl.NVMMADistributedLayout([2, 0], [PARTS, WARPS // PARTS, 1], [1, 16, 8])
     dtype: tl.constexpr = x.dtype.element_ty
-    # 16 bytes change places within 8 rows, so that no two lanes read from one bank.
+    # Units of 16 bytes change places within 8 rows, so that the lanes of a warp read from different banks.
     codes = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS, PARTS * WIDTH], gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
     xs = gl.allocate_shared_memory(dtype, [STAGES, COLUMNS, STEP], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
     word = gl.arange(0, PARTS * WIDTH, layout=gl.SliceLayout(0, COPY_CODES))[None, :]
@@ -256,7 +271,7 @@ def _sums(x, exists, matrix, rows, begin, PART: tl.constexpr, SIZE: tl.constexpr
     for i in range(STEPS):
         async_copy.wait_group(STAGES - 2)
         barrier()
-        if STEPS >= STAGES:  # Triton 3.6 breaks off at a branch that is never taken
+        if STEPS >= STAGES:  # Triton 3.6 fails to compile a branch that is never taken
             if i + STAGES - 1 < STEPS:
                 _copy_codes(codes, at, begin // CODES + word, i + STAGES - 1, WORDS, WHOLE)
                 _copy_x(xs, x, exists, k, i + STAGES - 1, PART, WHOLE)
@@ -280,7 +295,7 @@ def _sums(x, exists, matrix, rows, begin, PART: tl.constexpr, SIZE: tl.constexpr
 
 @gluon_jit
 def _copy_codes(codes, at, word, i, WORDS: tl.constexpr, WHOLE: tl.constexpr):
-    """Ask for tile i of codes. Behind the end of a row there are zeros."""
+    """Begin to copy tile i of the codes. Words behind the end of a row become 0."""
     buffer, skipped = codes.index(i % codes.shape[0]), i * codes.shape[2]
     if WHOLE:
         async_load(buffer, at + skipped)
@@ -290,10 +305,10 @@ def _copy_codes(codes, at, word, i, WORDS: tl.constexpr, WHOLE: tl.constexpr):
 
 @gluon_jit
 def _copy_x(xs, x, exists, k, i, PART: tl.constexpr, WHOLE: tl.constexpr):
-    """Ask for tile i of x. Zeros take the place of rows and columns that do not exist."""
+    """Begin to copy tile i of x. Rows and columns that do not exist become 0."""
     buffer, skipped = xs.index(i % xs.shape[0]), i * xs.shape[2]
     if WHOLE:
-        async_load(buffer, x + skipped, mask=exists & (k >= 0))
+        async_load(buffer, x + skipped, mask=exists & (k >= 0))  # in the shape of the tile
     else:
         async_load(buffer, x + skipped, mask=exists & (k + skipped < PART))
 
@@ -320,8 +335,9 @@ def _load_scales(matrix, rows, begin, STEPS: tl.constexpr, GROUP: tl.constexpr, 
 @gluon_jit
 def _keep_scales(given, zeros, KIND: tl.constexpr, GROUP: tl.constexpr):
     """What `_load_scales` returned, in shared memory: [tiles, rows, groups of a tile]. Scales are float32 if they
-    multiply the sums of 128 columns, else bfloat16 or MXFP4's bytes; in groups of 16, those of pairs 2 and 3 of words
-    are by themselves. The last result is what is subtracted from integers."""
+    multiply the sums of 128 columns, else bfloat16 or MXFP4's bytes. With groups of 16 the first result has the scales
+    of pairs 0 and 1 of each word, and the second one those of pairs 2 and 3. The third one is the summand of integers,
+    -(128 + zero), twice."""
     STEPS: tl.constexpr = len(given)
     ROWS: tl.constexpr = given[0].shape[0]
     WIDTH: tl.constexpr = given[0].shape[1]
@@ -353,7 +369,7 @@ def _keep_scales(given, zeros, KIND: tl.constexpr, GROUP: tl.constexpr):
 @gluon_jit
 def _numbers(words, factors, more_factors, minus, i, GROUP: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.constexpr,
              PARTS: tl.constexpr):
-    """Tile i of a weight: [PARTS, ROWS, 128]."""
+    """The numbers of tile i, [PARTS, ROWS, 128]: without scales where these multiply sums; e2m1 divided by SUMS."""
     ROWS: tl.constexpr = words.shape[0]
     WORDS: tl.constexpr = words.shape[1] // PARTS
     LAYOUT: tl.constexpr = words.type.layout
@@ -391,7 +407,7 @@ def _for_words(groups, WORDS: tl.constexpr, PARTS: tl.constexpr, layout: tl.cons
     x = groups.load(gl.SliceLayout(2, ALL))
     if groups.dtype == gl.bfloat16:
         x = twice(x)
-    elif groups.dtype == gl.uint8:  # an exponent, and 62 more, in both halves
+    elif groups.dtype == gl.uint8:  # the bfloat16 2 ** (x - 127 + 62), in both halves
         x = (x.to(gl.int32) + 62) * 0x800080
     x, _ = gl.broadcast(x[:, :, None], gl.zeros([ROWS, PARTS * COUNT, WORDS // COUNT], gl.int32, ALL))
     return gl.convert_layout(x.reshape(ROWS, PARTS * WORDS), layout, assert_trivial=True)

@@ -9,8 +9,8 @@ In a product the tokens of an expert are the columns of a tile:
                             0(a) 0(b) 2(c)
 
 Nothing waits for the host, and shapes follow from the number of tokens, so a step can be recorded. A token's results
-are added up in the order of its experts, whatever other tokens there are. (With weights in 4 bits the products' last
-bits differ between few and many tokens.)
+are added up in the order of its experts, whatever other tokens there are. (With weights in 4 bits last bits depend on
+the number of tokens, which decides how many partial sums a product has.)
 """
 from functools import partial
 from typing import Any, Callable, Iterator, Sequence
@@ -81,7 +81,7 @@ def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
             weight, *scale = four_bits.empty_of(r, name, size)
         forms = {str([experts_form(n, chosen, total, act != "", weight.dtype, memory, four_bits),
                       four_bits and four_bits.form_of_few(n, chosen, total, act != "", size)]): n
-                 for n in (2**i for i in reversed(range(20)))}  # the fewest tokens of each form
+                 for n in (*(2**i for i in reversed(range(20))), 9)}  # the fewest tokens of each form
         for n in forms.values():
             routed = make(chosen, n, dtype=torch.float32), counts, pairs
             yield partial(experts_product, make(0, size), weight, *routed, make(0, out), act, scale,

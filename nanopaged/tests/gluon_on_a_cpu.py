@@ -1,9 +1,9 @@
 """Kernels in Gluon in Triton's interpreter.
 
-A tensor has the same numbers in every layout, so layouts are left out, and a tensor in shared memory is one of the
-interpreter's. Copies arrive as late as they may (`wait_group`) or at once, which shows a buffer that is read too early,
-or filled too early. Inline assembly is interpreted, too. What is not checked here: that conversions between layouts
-move nothing (Gluon's compiler does), and barriers.
+The interpreter has no layouts, so they are ignored, and a buffer in shared memory is a list of the interpreter's
+tensors. Copies arrive at `wait_group`, which shows reads that come too early, or at once, which shows buffers that are
+filled too early. Inline assembly is interpreted, too. Not checked: barriers, alignment, and that conversions between
+layouts move nothing (Gluon's compiler does that).
 """
 import re
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 import triton
 import triton.language as tl
 
-TYPES = dict(bfloat16=tl.float64)  # the interpreter lies about bfloat16; this one occurs nowhere else
+TYPES = dict(bfloat16=tl.float64)  # the interpreter computes bfloat16 wrongly; the kernels have no float64
 
 
 class Tile:
@@ -129,7 +129,7 @@ def tensor_of(numbers: np.ndarray, dtype: Any) -> Any:
 
 
 def twice(x):
-    """`four_bit_codes.twice`"""
+    """In place of `four_bit_codes.twice`, which needs a real bfloat16."""
     return tensor_of((bfloat16(x.handle.data.astype(np.float64)) * np.uint32(0x10001)).view(np.int32), tl.int32)
 
 

@@ -411,9 +411,10 @@ def test_large_products(kind, group, num_rows):
 @pytest.mark.parametrize("kind, group, size, part, fits", [
     ("int4", 128, 4096, 4096, True), ("int4", 4096, 4096, 4096, True), ("int4", 16, 4096, 4096, False),
     ("zeros", 64, 4096, 2048, True), ("nvfp4", 16, 4096, 4096, True), ("mxfp4", 32, 2880, 2880, True),
-    ("fp8", 128, 2880, 2880, True), ("int4", 40, 40, 40, False), ("zeros", 32, 65536, 65536, False)])
+    ("fp8", 128, 2880, 2880, True), ("int4", 40, 40, 40, False), ("zeros", 32, 65536, 65536, False),
+    ("zeros", 128, 29568, 29568, False)])
 def test_what_the_kernels_in_gluon_take(monkeypatch, kind, group, size, part, fits):
-    """They know some sizes of groups, and all scales of a program must have room in shared memory."""
+    """They know some sizes of groups, and all scales of a program must have room in shared memory and registers."""
     monkeypatch.setattr(four_bit_streams.tiles, "shared_memory", lambda _: 227 * 1024)
     scale = torch.empty(0, math.ceil(size / group), dtype=dict(
         mxfp4=torch.uint8, nvfp4=torch.float8_e4m3fn, fp8=torch.float32).get(kind, torch.float16))
@@ -427,6 +428,7 @@ def test_what_the_kernels_in_gluon_take(monkeypatch, kind, group, size, part, fi
 def test_a_triton_without_gluon(monkeypatch):
     """Products then take the plain kernel, after a warning."""
     monkeypatch.setattr(four_bit_streams, "gl", None)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     four_bit_streams.is_there.cache_clear()
     try:

@@ -10,6 +10,7 @@ from nanopaged.tests.helpers import (
     DEVICE,
     GOLDEN,
     GREEDY,
+    ROOT,
     assert_golden,
     complaint,
     expectations,
@@ -21,6 +22,7 @@ from nanopaged.tests.helpers import (
     rewritten,
 )
 from nanopaged.tests.pretended import PlainKernels, plain_kernels
+from nanopaged.tests.programs import run_program
 from nanopaged.weights.build import build_model
 from nanopaged.weights.checkpoint import read_config, read_tensors
 from nanopaged.weights.families import read_model_config
@@ -136,7 +138,7 @@ def test_the_product_reads_4_bits(dtype, num_rows, size, inner, count, top_k):
 @needs_gpu
 @pytest.mark.parametrize("num_rows", [3, 64, 500])
 def test_a_token_by_itself_and_among_others(num_rows):
-    """Its result has the same bits, as long as its matrices are not turned into 16 bits."""
+    """Its result is the same but for last bits: other numbers of tokens have other kernels."""
     x, logits = torch.randn(num_rows, 256, device=DEVICE).bfloat16(), torch.randn(num_rows, 16, device=DEVICE)
     cut = [four_bits.cut(torch.randn(*shape, device=DEVICE) / 16) for shape in ((16, 256, 256), (16, 256, 128))]
     weights, scales = zip(*((order_codes(weight, scale), (scale, None, None)) for weight, scale in cut))
@@ -145,4 +147,11 @@ def test_a_token_by_itself_and_among_others(num_rows):
     for i in (0, num_rows - 1):
         one = x[i:i + 1], logits[i:i + 1].bfloat16()
         alone = fused_experts.mix_experts(*one, *weights, 4, True, "swigluoai", *scales, **options)
-        assert torch.equal(alone[:, 0], out[:, i])
+        assert relative_error(alone[:, 0], out[:, i]) < 2 * torch.finfo(torch.bfloat16).eps
+
+
+def test_a_machine_without_triton():
+    program = ("import sys; sys.modules['triton'] = None; from nanopaged import LLM;"
+               "print(LLM(sys.argv[1], device='cpu', num_blocks=16).generate([[5, 6, 7]])[0].outputs[0].token_ids)")
+    run = run_program(program, str(GOLDEN / "gpt-oss-mxfp4"), cwd=ROOT)
+    assert run.returncode == 0 and run.stdout.startswith("["), run.stderr
