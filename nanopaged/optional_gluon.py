@@ -15,9 +15,9 @@ try:
     if triton and triton.__version__.startswith("3.5."):
         raise ImportError("warp_specialize of 3.5 gives all its functions the same arguments")
     from triton.experimental.gluon import constexpr_function, jit, language
-    gl = language
     gluon_jit = jit(do_not_specialize=[*VARYING_NUMBERS, "num_items", "num_kv_heads", "window", "table_row"],
                     do_not_specialize_on_alignment=VARYING)
+    gl = language
 except (ImportError, AttributeError) as error:
     problem = str(error)
 
