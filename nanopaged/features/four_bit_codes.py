@@ -15,7 +15,8 @@ each instruction therefore makes both numbers of a pair, one in each half of a r
     integers    The code c, shifted down and masked, replaces the last bits of the bfloat16 128: 128 + c. An FMA
                 subtracts 128 and the zero (8, or the group's). Up to 3 instructions a pair; a scale takes one more.
     e2m1        The code s e e m is to become s 0 0 0 0 0 0 e e m 0 0 0 0 0 0. As a bfloat16 this is the number times
-                2^-126. Scales, cut at 2^64, are multiplied by 2^62, and the final sums by 2^64, so no step overflows.
+                2^-126. Scales, cut at 2^64 (`kept`), are multiplied by 2^62, and the final sums by 2^64, so no step
+                overflows.
                 The bits of a word have another order, from which a shift and a mask make a pair (below). 13
                 instructions for four pairs, with a scale.
     e4m3        Four words have 16 neighbours: pair 0 in the low bytes of the halves, pair 1 in the high ones. A pair's
@@ -48,7 +49,13 @@ from nanopaged.tiles import cdiv
 
 TILE = 128  # columns, which are those of a block of e4m3
 SUMS = tl.constexpr(2.0 ** 64)
+MOST_EXPONENT = 127 + 64  # of MXFP4's scales, as it is stored
 MOST_SCALED_SUMS = tl.constexpr(32)  # columns of x in a program whose sums are multiplied by scales
+
+
+def kept(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """A matrix and its scales, as a GPU keeps them."""
+    return order_codes(weight, scale), scale.clamp(max=MOST_EXPONENT) if scale.dtype is torch.uint8 else scale
 
 
 def order_codes(weight: Tensor, scale: Tensor) -> Tensor:
@@ -197,7 +204,7 @@ def _numbers(words, factor, shift, GROUP: tl.constexpr, KIND: tl.constexpr, ZERO
             return in_order(tl.inline_asm_elementwise(SCALED_INT4, TWO, [words, minus, factor],
                                                        dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1))
     else:
-        factor = twice(tl.minimum(of_scale(factor, KIND), SUMS) * 2.0 ** 62)
+        factor = twice(of_scale(factor, KIND) * 2.0 ** 62)
         first, second = factor, factor
         if GROUP == 16:  # pairs 0 and 1, 2 and 3
             first, second = tl.split(factor.reshape(factor.shape[0], factor.shape[1] // 2, 2))

@@ -1,4 +1,4 @@
-"""Products with weights in 4 bits, or in FP8 blocks, of up to 16 rows, or of experts with up to 8 tokens on average. An
+"""Products with weights in 4 bits, or in FP8 blocks, of up to 16 rows, or of experts with up to 12 tokens on average. An
 addition to four_bit_kernels.py and four_bit_experts.py, for GPUs of compute capability 8.0 and more.
 
 Memory should limit such a product. A multiprocessor of an H200 reads 18 bytes per cycle: 34 codes and their scales,
@@ -18,6 +18,7 @@ several of them share 128 columns, and each has an equal share of the rows.
 The scales of one tile are too few for efficient copies. A program loads all its scales before the loop, and keeps them
 in shared memory.
 """
+import math
 from collections import namedtuple
 from functools import lru_cache, partial
 
@@ -54,8 +55,10 @@ try:
     barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 except (ImportError, AttributeError):  # no Gluon; see optional_gluon.py
     async_copy = async_load = barrier = mma_v2 = None
+RENAMED = tl.constexpr(not hasattr(getattr(gl, "shared_memory_descriptor", None), "_reinterpret"))  # since Triton 3.7
 
 MOST_ROWS = 16  # of x
+MOST_TOKENS = 12  # of an expert, on average
 MOST_REGISTERS = 150  # of a thread, for all scales and zeros of a program
 LONG_ROW = 2048  # columns of a weight from which a row is long
 
@@ -89,12 +92,13 @@ def fits(form: dict[str, int], scale: Tensor, zero: Tensor | None, codes: torch.
     in a program"""
     kind, groups, step = kind_of(codes, scale.dtype), scale.shape[-1], 128 * form["PARTS"]
     group = size // groups if groups > 1 and kind != "fp8" else TILE
-    num_tiles, scales = cdiv(part, step), step // min(group, TILE) * form["ROWS"]
+    scales = tiles.next_power_of_2(cdiv(part, step)) * step // min(group, TILE) * form["ROWS"]
     tile_bytes = step * (form["ROWS"] // (1 if kind == "fp8" else 2) + 2 * form["COLUMNS"])
     bytes_of_scale = 1 if kind == "mxfp4" else 2 if group < TILE else 4
     of_thread, has_zeros = cdiv(scales, 32 * form["num_warps"]), zero is not None
-    registers = num_tiles * (cdiv(of_thread * scale.itemsize, 4) + has_zeros * cdiv(of_thread, 4))
-    shared = form["STAGES"] * tile_bytes + num_tiles * scales * (bytes_of_scale + 4 * has_zeros) + 1024
+    registers = of_thread * scale.itemsize // math.gcd(groups * scale.itemsize, 4)  # as wide as loads are
+    registers += has_zeros * of_thread // math.gcd(groups, 4)
+    shared = form["STAGES"] * tile_bytes + scales * (bytes_of_scale + 4 * has_zeros) + 1024
     return ((group % TILE == 0 or group in (32, 64) or group == 16 and kind == "nvfp4")
             and size % 32 == 0 and (part == size or part % TILE == 0)
             and shared <= tiles.shared_memory(scale.device) and registers <= MOST_REGISTERS)
@@ -103,25 +107,30 @@ def fits(form: dict[str, int], scale: Tensor, zero: Tensor | None, codes: torch.
 def form_of(num_rows: int, num_tiles: int, multiprocessors: int) -> dict[str, int]:
     """Constants of `linear_kernel`: ROWS of the weight and COLUMNS, which are rows of x, in a program; PARTS of 128
     columns in a tile; STAGES, tiles in the ring; and warps. num_tiles: of 32 rows of the weight, times the number of
-    partial products. (H200, 8B's products)"""
-    columns, is_large = 8 if num_rows <= 8 else 16, num_tiles >= 3 * multiprocessors
-    rows, parts = 64 if is_large and columns == 16 else 32, 2 if is_large else 4
-    return dict(ROWS=rows, COLUMNS=columns, PARTS=parts, STAGES=4 if is_large or columns == 16 else 3,
-                num_warps=parts * rows // 32)
+    partial products. With 8 columns all programs of one of 8B's products run at once. (H200)"""
+    density, columns = num_tiles / multiprocessors, 8 if num_rows <= 8 else 16
+    if columns == 16:
+        rows, parts, stages = (64, 2, 4) if density > 3 else (32, 4, 4)
+    else:
+        rows, parts, stages = ((16, 4, 4) if density <= 1.75 else (32, 4, 4) if density <= 3 else
+                               (32, 4, 3) if density <= 4 else (32, 2, 4))
+    return dict(ROWS=rows, COLUMNS=columns, PARTS=parts, STAGES=stages, num_warps=parts * max(1, rows // 32))
 
 
 def experts_form(num_rows: int, top_k: int, count: int, gated: bool, size: int) -> dict[str, int]:
     """`form_of` for num_rows tokens that choose top_k of `count` experts each. Empty: too many tokens. size: of the
     inner dimension. (H200, the shapes of gpt-oss-20b and Qwen3-30B-A3B)"""
     columns, is_long = 8 if num_rows <= 8 or num_rows * top_k <= 4 * count else 16, size >= LONG_ROW
-    if num_rows * top_k > 8 * count:
+    if num_rows * top_k > MOST_TOKENS * count:
         return {}
-    if columns == 16:
-        rows, parts, warps = (128, 2, 4) if is_long else (64, 1, 2)
-    elif num_rows == 1:
+    if num_rows == 1:
         rows, parts, warps = 32, 4 if is_long or gated else 2, 4
+    elif columns == 8:
+        rows, parts, warps = 64, 4 if is_long else 2, 4
+    elif is_long:
+        rows, parts, warps = 128 if gated else 64, 2, 4
     else:
-        rows, parts, warps = (64, 2, 2) if gated else (64, 4 if is_long else 2, 4)
+        rows, parts, warps = 64, 1, 2
     return dict(ROWS=rows, COLUMNS=columns, PARTS=parts, STAGES=2, num_warps=warps)
 
 
@@ -163,6 +172,9 @@ def experts_product(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | Non
 # A linear layout gives for each bit of a register's, a lane's and a warp's number the offset that this bit adds in each
 # dimension of the tensor. Lane 4 g + t has row g, and of four words or pairs of columns the t-th, as a tensor core
 # wants.
+
+_next_power_of_2 = constexpr_function(tiles.next_power_of_2)
+
 
 @constexpr_function
 def _steps(first: int, end: int, dim: int, rank: int) -> list[list[int]]:
@@ -206,6 +218,16 @@ def _columns(rows, parts, row_warps):
 
 
 @constexpr_function
+def _shares(parts, count, height, columns, warps):
+    """Of sums [parts, count, height, columns]: a thread has all of the first two dimensions, and lanes go along rows of
+    the weight first, whose results are neighbours in memory."""
+    lanes = min(32, height)
+    along = min(warps, columns * lanes // 32)
+    return gl.BlockedLayout([parts, count, 1, 1], [1, 1, lanes, 32 // lanes], [1, 1, warps // along, along],
+                            [2, 3, 1, 0])
+
+
+@constexpr_function
 def _copies(rows, width, vector, warps):
     """[rows, width]: a lane has `vector` neighbours of a row, and lanes go along the row first."""
     lanes = min(32, width // vector)
@@ -235,11 +257,12 @@ def _rows_of(rows, ROWS: tl.constexpr, HEIGHT: tl.constexpr, layout: tl.constexp
 def _sums(x, exists, matrix, rows, begin, PART: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr,
           KIND: tl.constexpr, ZEROS: tl.constexpr, ROWS: tl.constexpr, HEIGHT: tl.constexpr,
           COLUMNS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
-    """PART numbers, from `begin` on, of rows of a weight times those of rows of x, in float32: [ROWS, COLUMNS]. x,
-    exists [COLUMNS, 1]: where rows of x begin, and whether they exist"""
+    """PART numbers, from `begin` on, of rows of a weight times those of rows of x, in float32: [PARTS, ROWS, COLUMNS],
+    to be added up. x, exists [COLUMNS, 1]: where rows of x begin, and whether they exist"""
     WARPS: tl.constexpr = gl.num_warps()
     STEP: tl.constexpr = PARTS * 128
     STEPS: tl.constexpr = (PART + STEP - 1) // STEP
+    TILES: tl.constexpr = _next_power_of_2(STEPS)
     GROUP: tl.constexpr = 128 if KIND == "fp8" else SIZE // GROUPS if GROUPS > 1 else 2 ** 30
     CODES: tl.constexpr = 4 if KIND == "fp8" else 8  # of a word
     WORDS: tl.constexpr = (SIZE + 4 * CODES - 1) // (4 * CODES) * 4  # of a row
@@ -261,7 +284,7 @@ def _sums(x, exists, matrix, rows, begin, PART: tl.constexpr, SIZE: tl.constexpr
         _copy_codes(codes, at, begin // CODES + word, i, WORDS, WHOLE)
     given, zeros = _load_scales(matrix, rows, begin, STEPS, GROUP, GROUPS, ZEROS, ROWS, HEIGHT, PARTS)
     kernel.wait_for_previous_kernel(PDL)  # what is loaded so far does not depend on it
-    factors, more_factors, minus = _keep_scales(given, zeros, KIND, GROUP)
+    factors, more_factors, minus = _keep_scales(given, zeros, given.shape[1] // TILES, KIND, GROUP, ZEROS)
     for i in gl.static_range(STAGES - 1):
         if i < STEPS:
             _copy_x(xs, x, exists, k, i, PART, WHOLE)
@@ -287,10 +310,9 @@ def _sums(x, exists, matrix, rows, begin, PART: tl.constexpr, SIZE: tl.constexpr
             sums += mma_v2(tile, columns, nothing) * factor[:, :, None]
         else:
             sums = mma_v2(tile, columns, sums)
-    total = gl.sum(sums, 0)
     if KIND == "mxfp4" or KIND == "nvfp4":
-        total *= SUMS
-    return total
+        sums *= SUMS
+    return sums
 
 
 @gluon_jit
@@ -316,54 +338,57 @@ def _copy_x(xs, x, exists, k, i, PART: tl.constexpr, WHOLE: tl.constexpr):
 @gluon_jit
 def _load_scales(matrix, rows, begin, STEPS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
                  ZEROS: tl.constexpr, ROWS: tl.constexpr, HEIGHT: tl.constexpr, PARTS: tl.constexpr):
-    """Scales of each tile, [ROWS, groups of a tile], and zeros of integers that have them."""
+    """Scales of all tiles, [ROWS, tiles * groups of a tile], and zeros of integers that have them. The number of tiles
+    is rounded up to a power of two."""
     WIDTH: tl.constexpr = PARTS * (128 // GROUP if GROUP < 128 else 1)
-    LAYOUT: tl.constexpr = _copies(ROWS, WIDTH, min(WIDTH, 8), gl.num_warps())
+    PADDED: tl.constexpr = _next_power_of_2(STEPS) * WIDTH
+    LAYOUT: tl.constexpr = _copies(ROWS, PADDED, min(PADDED, 8), gl.num_warps())
     row = _rows_of(rows, ROWS, HEIGHT, gl.SliceLayout(1, LAYOUT))[:, None] * GROUPS
-    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    given, zeros = (), ()
-    for i in gl.static_range(STEPS):
-        group = begin // GROUP + i * WIDTH + column
-        if GROUP > 128:
-            group = (begin + (i * PARTS + column) * 128) // GROUP
-        given += (gl.load(matrix.scale + row + group, mask=group < GROUPS, other=0),)
-        if ZEROS:
-            zeros += (gl.load(matrix.zero + row + group, mask=group < GROUPS, other=0),)
+    column = gl.arange(0, PADDED, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    group = begin // GROUP + column if GROUP <= 128 else (begin + column * 128) // GROUP
+    exists = (column < STEPS * WIDTH) & (group < GROUPS)
+    given = gl.load(matrix.scale + row + group, mask=exists, other=0)
+    zeros = given
+    if ZEROS:
+        zeros = gl.load(matrix.zero + row + group, mask=exists, other=0)
     return given, zeros
 
 
 @gluon_jit
-def _keep_scales(given, zeros, KIND: tl.constexpr, GROUP: tl.constexpr):
-    """What `_load_scales` returned, in shared memory: [tiles, rows, groups of a tile]. Scales are float32 if they
+def _keep_scales(given, zeros, WIDTH: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr):
+    """What `_load_scales` returned, in shared memory: [tiles, rows, WIDTH groups of a tile]. Scales are float32 if they
     multiply the sums of 128 columns, else bfloat16 or MXFP4's bytes. With groups of 16 the first result has the scales
     of pairs 0 and 1 of each word, and the second one those of pairs 2 and 3. The third one is the summand of integers,
     -(128 + zero), twice."""
-    STEPS: tl.constexpr = len(given)
-    ROWS: tl.constexpr = given[0].shape[0]
-    WIDTH: tl.constexpr = given[0].shape[1]
     IN_SUMS: tl.constexpr = KIND == "fp8" or KIND == "int4" and GROUP >= 128
-    dtype: tl.constexpr = gl.uint8 if KIND == "mxfp4" else gl.float32 if IN_SUMS else gl.bfloat16
-    plain: tl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    factors = gl.allocate_shared_memory(dtype, [STEPS, ROWS, WIDTH // 2 if GROUP == 16 else WIDTH], plain)
-    more_factors, minus = factors, factors
+    factors, minus = given, given
+    if KIND == "nvfp4":
+        factors = of_scale(given, KIND) * 2.0 ** 62
+    if KIND != "mxfp4":
+        factors = factors.to(gl.float32 if IN_SUMS else gl.bfloat16)
+    if ZEROS:
+        minus = _keep((zeros.to(gl.int32) | 0xC300) * 0x10001, WIDTH)
     if GROUP == 16:
-        more_factors = gl.allocate_shared_memory(dtype, [STEPS, ROWS, WIDTH // 2], plain)
-    if len(zeros) > 0:
-        minus = gl.allocate_shared_memory(gl.int32, [STEPS, ROWS, WIDTH], plain)
-    for i in gl.static_range(STEPS):
-        factor = given[i]
-        if KIND == "mxfp4":
-            factor = gl.minimum(factor.to(gl.int32), 191)  # 2^64
-        elif KIND == "nvfp4":
-            factor = of_scale(factor, KIND) * 2.0 ** 62
-        factor = factor.to(dtype)
-        if GROUP == 16:
-            factor, other = gl.split(factor.reshape(ROWS, WIDTH // 2, 2))
-            more_factors.index(i).store(other)
-        factors.index(i).store(factor)
-        if len(zeros) > 0:
-            minus.index(i).store((zeros[i].to(gl.int32) | 0xC300) * 0x10001)
+        factors, more_factors = gl.split(factors.reshape(factors.shape[0], factors.shape[1] // 2, 2))
+        factors, more_factors = _keep(factors, WIDTH // 2), _keep(more_factors, WIDTH // 2)
+    else:
+        factors = _keep(factors, WIDTH)
+        more_factors = factors
     return factors, more_factors, minus
+
+
+@gluon_jit
+def _keep(numbers, WIDTH: tl.constexpr):
+    """[rows, tiles * WIDTH] in shared memory as [tiles, rows, WIDTH]."""
+    ROWS: tl.constexpr = numbers.shape[0]
+    TILES: tl.constexpr = numbers.shape[1] // WIDTH
+    PLAIN: tl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    kept = gl.allocate_shared_memory(numbers.dtype, [TILES * ROWS, WIDTH], PLAIN)
+    kept.store(numbers.reshape(ROWS, TILES, WIDTH).permute(1, 0, 2).reshape(TILES * ROWS, WIDTH))
+    if RENAMED:
+        return kept.reinterpret(numbers.dtype, [TILES, ROWS, WIDTH], PLAIN)
+    else:
+        return kept._reinterpret(numbers.dtype, [TILES, ROWS, WIDTH], PLAIN)
 
 
 @gluon_jit
@@ -427,12 +452,7 @@ def linear_kernel(x, weight, scale, zero, row_scale, bias, out, num_rows, num_ou
     rows = Rows(0, first, num_out)
     sums = _sums(x + x_row.to(gl.int64) * SIZE, x_row < num_rows, Matrix(weight, scale, zero), rows, begin, PART, SIZE,
                  GROUPS, KIND, ZEROS, ROWS, HEIGHT, COLUMNS, PARTS, STAGES, PDL)
-    source = _rows_of(rows, ROWS, HEIGHT, gl.SliceLayout(1, sums.type.layout))
-    if ROW_SCALE:
-        sums *= gl.load(row_scale + source)[:, None]
-    if BIAS:
-        sums += gl.load(bias + source).to(gl.float32)[:, None]
-    y = _activated(sums, out.dtype.element_ty, HEIGHT, ACTIVATION)
+    y = _activated(_totals(sums, row_scale, bias, rows, GATED, ROW_SCALE, BIAS), out.dtype.element_ty, ACTIVATION)
     row = first + gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, y.type.layout))[:, None]
     column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, y.type.layout))[None, :]
     gl.store(out + (gl.program_id(1) * num_rows + column).to(gl.int64) * num_out + row, y,
@@ -440,13 +460,35 @@ def linear_kernel(x, weight, scale, zero, row_scale, bias, out, num_rows, num_ou
 
 
 @gluon_jit
-def _activated(sums, dtype: tl.constexpr, HEIGHT: tl.constexpr, ACTIVATION: tl.constexpr):
-    """[HEIGHT, COLUMNS] of sums [HEIGHT, COLUMNS], or of those of gate and up, [2 * HEIGHT, COLUMNS]."""
-    GATED: tl.constexpr = sums.shape[0] > HEIGHT
-    up = sums
+def _totals(sums, row_scale, bias, rows, GATED: tl.constexpr, ROW_SCALE: tl.constexpr, BIAS: tl.constexpr):
+    """The total of each row and column, with what is kept of the row: [1, HEIGHT, COLUMNS], or [2, HEIGHT, COLUMNS] of
+    gate and up. All threads have equal shares, of gate and up the same."""
+    PARTS: tl.constexpr = sums.shape[0]
+    COLUMNS: tl.constexpr = sums.shape[2]
+    COUNT: tl.constexpr = 2 if GATED else 1
+    HEIGHT: tl.constexpr = sums.shape[1] // COUNT
+    SHARES: tl.constexpr = _shares(PARTS, COUNT, HEIGHT, COLUMNS, gl.num_warps())
+    y = gl.sum(gl.convert_layout(sums.reshape(PARTS, COUNT, HEIGHT, COLUMNS), SHARES), 0)
+    OF_ROW: tl.constexpr = gl.SliceLayout(2, y.type.layout)
+    row = gl.minimum(rows.first + gl.arange(0, HEIGHT, layout=gl.SliceLayout(0, OF_ROW))[None, :], rows.num_out - 1)
+    row = rows.base + row + gl.arange(0, COUNT, layout=gl.SliceLayout(1, OF_ROW))[:, None] * rows.num_out
+    if ROW_SCALE:
+        y *= gl.load(row_scale + row)[:, :, None]
+    if BIAS:
+        y += gl.load(bias + row).to(gl.float32)[:, :, None]
+    return y
+
+
+@gluon_jit
+def _activated(y, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
+    """[HEIGHT, COLUMNS] of what `_totals` returned."""
+    GATED: tl.constexpr = y.shape[0] == 2
     if GATED:
-        sums, up = gl.split(sums.reshape(2, HEIGHT, sums.shape[1]).permute(1, 2, 0))
-    y = sums.to(dtype)
+        y, up = gl.split(y.permute(1, 2, 0))
+    else:
+        y = y.reshape(y.shape[1], y.shape[2])
+        up = y
+    y = y.to(dtype)
     if ACTIVATION != "":
         y = fused.activate_tile(y, up.to(dtype), GATED, ACTIVATION)
     return y
@@ -481,17 +523,13 @@ def experts_kernel(x, weight, scale, zero, row_scale, bias, scores, out, counts,
         source = source % num_rows
     sums = _sums(x + source.to(gl.int64)[:, None] * SIZE, exists[:, None], Matrix(weight, scale, zero), rows, 0, SIZE,
                  SIZE, GROUPS, KIND, ZEROS, ROWS, HEIGHT, COLUMNS, PARTS, STAGES, False)
-    source = _rows_of(rows, ROWS, HEIGHT, gl.SliceLayout(1, sums.type.layout))
-    if ROW_SCALE:
-        sums *= gl.load(row_scale + source)[:, None]
-    if BIAS:
-        sums += gl.load(bias + source).to(gl.float32)[:, None]
-    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, sums.type.layout))
+    y = _totals(sums, row_scale, bias, rows, FIRST, ROW_SCALE, BIAS)
+    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, gl.SliceLayout(0, y.type.layout)))
     exists = tile * COLUMNS + column < count
     pair = gl.load(pairs + column, mask=exists, other=0)
     if not FIRST:
-        sums *= gl.load(scores + pair)[None, :]
-    y = _activated(sums, out.dtype.element_ty, HEIGHT, ACTIVATION)
+        y *= gl.load(scores + pair)[None, :][None, :, :]
+    y = _activated(y, out.dtype.element_ty, ACTIVATION)
     row = first + gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, y.type.layout))[:, None]
     OF_COLUMN: tl.constexpr = gl.SliceLayout(0, y.type.layout)
     pair, exists = gl.convert_layout(pair, OF_COLUMN), gl.convert_layout(exists, OF_COLUMN)

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from nanopaged import model
 from nanopaged.device.choices import pick_dtype
 from nanopaged.device.pool import FP8
-from nanopaged.features.four_bit_codes import TILE, Form, order_codes
+from nanopaged.features.four_bit_codes import TILE, Form, kept
 from nanopaged.features.four_bit_experts import PRODUCTS
 from nanopaged.features.four_bit_kernels import MLP4, ExpertsMLP4, Linear4, SplitLinear4, num_parts
 from nanopaged.optional_triton import triton
@@ -254,7 +254,7 @@ class Plan:
     def given(self, name: str, origin: str, parts: Parts) -> Iterator[tuple[str, Tensor]]:
         """A matrix in our layout as tensors of the model."""
         if origin in self.kept:
-            parts["weight"] = order_codes(parts["weight"], parts["scale"])
+            parts["weight"], parts["scale"] = kept(parts["weight"], parts["scale"])
             yield from ((name.removesuffix("weight") + kind, part) for kind, part in parts.items())
         else:
             wide, order = widen(**parts), self.matrices[origin].form.order
@@ -435,7 +435,7 @@ def read_weights(tensors: Iterable[tuple[str, Tensor]], keep: bool,
 
 
 def as_tensors(name: str, weight: Tensor, scale: Tensor) -> list[tuple[str, Tensor]]:
-    return [(name, order_codes(weight, scale)), (name.removesuffix("weight") + "scale", scale)]
+    return list(zip((name, name.removesuffix("weight") + "scale"), kept(weight, scale)))
 
 
 def widen(weight: Tensor, scale: Tensor, zero: Tensor | None = None, row_scale: Tensor | None = None) -> Tensor:

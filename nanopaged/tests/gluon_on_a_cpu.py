@@ -42,6 +42,17 @@ class Memory:
         assert 0 <= i < self.shape[0]
         return Tile(self, i)
 
+    def store(self, value: Any) -> None:
+        """Of all tiles, one below the other."""
+        assert list(value.shape) == list(self.shape)
+        self.all = value
+
+    def reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> "Memory":
+        other = Memory(dtype, shape, layout)
+        for i, tile in enumerate(self.all.handle.data.reshape(shape)):
+            other.tiles[i] = tensor_of(tile, dtype)
+        return other
+
 
 class Gluon:
     """What a kernel calls `gl`, and the modules beside it. is_eager: copies arrive at once"""

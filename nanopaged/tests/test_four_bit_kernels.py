@@ -422,7 +422,7 @@ def test_what_the_kernels_in_gluon_take(monkeypatch, kind, group, size, part, fi
     for form in (four_bit_streams.form_of(1, 9999, 132), four_bit_streams.experts_form(64, 4, 32, True, size)):
         assert four_bit_streams.fits(form, scale, zero, codes, size, part) == fits
     assert not four_bit_streams.takes(torch.empty(1, size, dtype=torch.bfloat16))  # on a CPU
-    assert not four_bit_streams.experts_form(80, 4, 32, True, size)  # 10 tokens for each expert
+    assert not four_bit_streams.experts_form(112, 4, 32, True, size)  # 14 tokens for each expert
 
 
 def test_a_triton_without_gluon(monkeypatch):
@@ -454,7 +454,7 @@ def in_gluon(request, monkeypatch):
     monkeypatch.setattr(four_bit_streams, "takes", lambda x: True)
     monkeypatch.setattr(four_bit_streams.tiles, "shared_memory", lambda _: 227 * 1024)
     return put_gluon(monkeypatch, four_bit_streams, ["linear_kernel", "experts_kernel"],
-                     ["_words", "_groups", "_columns", "_copies"], request.param == "early")
+                     ["_words", "_groups", "_columns", "_shares", "_copies"], request.param == "early")
 
 
 @pytest.mark.parametrize("kind, group", [("int4", 128), ("int4", 64), ("int4", 1280), ("zeros", 128), ("zeros", 32),
