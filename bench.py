@@ -588,13 +588,13 @@ def product_us(size_in: int, size_out: int, num_rows: int, bits: int) -> list[fl
     kept = [(torch.randint(256, (size_out, size_in * bits // 8), dtype=torch.uint8, device="cuda").view(codes),
              make(size_out, size_in // 128, dtype=scale), None, None) for _ in range(copies)]
 
-    def products(most: int) -> None:
-        with patch.object(kernels, "MOST_ROWS", most):
+    def products(is_few: bool) -> None:
+        with patch.object(kernels, "has_few_rows", lambda *_: is_few):
             for matrix in kept:
                 kernels.linear(x, *matrix)
 
     times = []
-    for function, count in ((partial(products, 1 << 20), copies), (partial(products, 0), copies),
+    for function, count in ((partial(products, True), copies), (partial(products, False), copies),
                             (lambda: [torch.matmul(x, one.T) for one in wide], len(wide))):
         function()
         graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,5 @@
 """Gluon if this Triton has it: Triton's lower level, where a program says how a tensor lies in registers and memory.
+Beside it what Hopper adds: a unit that copies (TMA), barriers that it reports to, and products of four warps (wgmma).
 
 It is experimental, and later Tritons may change it. So a feature first compiles its kernel (`compiles`), and falls back
 to one in plain Triton. Importing Gluon takes 0.1 s, which machines without a GPU are spared.
@@ -6,25 +7,48 @@ to one in plain Triton. Importing Gluon takes 0.1 s, which machines without a GP
 import warnings
 from typing import Any, Callable
 
+from torch import Tensor
+
 from nanopaged.optional_triton import INTERPRETED, VARYING, VARYING_NUMBERS, triton
 
 gl, problem = None, ""  # problem: why there is no Gluon
 try:
     if INTERPRETED:
         raise ImportError("the interpreter runs no Gluon")
-    if triton and triton.__version__.startswith("3.5."):
+    if triton is None:
+        raise ImportError("there is no Triton")
+    if triton.__version__.startswith("3.5."):
         raise ImportError("warp_specialize of 3.5 gives all its functions the same arguments")
     from triton.experimental.gluon import constexpr_function, jit, language
+    from triton.experimental.gluon.language.nvidia.hopper import (
+        fence_async_shared,
+        mbarrier,
+        tma,
+        warpgroup_mma,
+        warpgroup_mma_wait,
+    )
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+    async_load = tma.async_load if "async_load" in tma.__all__ else tma.async_copy_global_to_shared  # before Triton 3.8
     gluon_jit = jit(do_not_specialize=[*VARYING_NUMBERS, "num_items", "num_kv_heads", "window", "table_row"],
                     do_not_specialize_on_alignment=VARYING)
     gl = language
 except (ImportError, AttributeError) as error:
     problem = str(error)
+    async_load = fence_async_shared = mbarrier = warpgroup_mma = warpgroup_mma_wait = None
 
     def gluon_jit(function: Any) -> Any:
         return function
 
     constexpr_function = gluon_jit
+
+
+def box_of(x: Tensor, shape: list[int], swizzling: int = 128) -> Any:
+    """The tensor as copies of boxes of this shape see it, with the layout that wgmma reads: 128-byte swizzling of
+    16-bit numbers, or another one. The strides of x must be multiples of 16 bytes. ImportError: there is no Gluon."""
+    if gl is None:
+        raise ImportError(problem)
+    layout = gl.NVMMASharedLayout(swizzling, 8 * x.itemsize, len(shape))
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), shape, layout)
 
 
 def compiles(call: Callable[[], Any], loss: str) -> bool:

@@ -110,7 +110,8 @@ def with_experts(modules: model.Modules) -> model.Modules:
     """The modules for a mixture of experts, made of those for a dense model."""
     dense, mixture = modules.mlp, Experts
     if modules.norm is not model.PLAIN.norm:  # features/fused.py; its steps are recorded, and the loop cannot be
-        mixture = feature("fused_experts", "a mixture of experts on a GPU, but with enforce_eager,").FusedExperts
+        fused_experts = feature("fused_experts", "a mixture of experts on a GPU, but with enforce_eager,")
+        mixture = partial(fused_experts.FusedExperts, fused_experts.Counts())
 
     def make_mlp(config: model.ModelConfig, index: int, modules: model.Modules) -> nn.Module:
         make = dense if index in config.experts["dense_layers"] else partial(mixture, dense)

@@ -299,9 +299,9 @@ def widen(size: int, dtype: torch.dtype, weight: Tensor, scale: Tensor, zero: Te
     return out
 
 
-def empty_matrix(size: int, form: Form, device: torch.device) -> list[Tensor | None]:
-    """For a warm-up: a weight of no rows with `size` columns, and what is kept beside it."""
-    return [torch.empty(0, columns, dtype=kind, device=device) if kind else None for columns, kind in (
+def empty_matrix(size: int, form: Form, device: torch.device, num_out: int = 0) -> list[Tensor | None]:
+    """For a warm-up: a weight of so many rows with `size` columns, and what is kept beside it."""
+    return [torch.empty(num_out, columns, dtype=kind, device=device) if kind else None for columns, kind in (
         (form.num_bytes(size), form.codes), (form.num_groups, form.scale),
         (form.num_groups, form.has_zeros and torch.uint8), (1, form.has_row_scale and torch.float32))]
 

@@ -1,9 +1,9 @@
 """Products with weights of 4 bits, or of 8 in blocks. Goes together with four_bits.py, which reads and describes them.
 
 Few rows of x are bound by memory: one kernel reads codes and scales, and turns a tile of them into numbers in registers
-in front of the tensor cores (four_bit_codes.py). For up to 16 rows most GPUs have a faster one (four_bit_streams.py).
-Many rows are bound by the tensor cores: in each step a kernel turns the whole matrix into x's type, and the library
-multiplies. x in float32 always takes this way.
+in front of the tensor cores (four_bit_codes.py). For up to 16 rows most GPUs have a faster one (four_bit_streams.py),
+and for 65 rows and more Hopper has one (four_bit_hopper.py). Many rows are bound by the tensor cores: in each step a
+kernel turns the whole matrix into x's type, and the library multiplies. x in float32 always takes this way.
 """
 from functools import partial
 from typing import Any, Callable, Iterator
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nanopaged import model, tiles
-from nanopaged.features import four_bit_streams, fused
+from nanopaged.features import four_bit_hopper, four_bit_streams, fused
 from nanopaged.features.four_bit_codes import TILE, Form, arguments, empty_matrix, gate_and_up, products, widen
 from nanopaged.features.four_bit_experts import PRODUCTS
 from nanopaged.optional_triton import jit, launch_options, tl
@@ -42,8 +42,9 @@ class Linear4(model.Linear):
     def forward(self, x: Tensor, *act: Any) -> Tensor:
         """act: for few rows an activation, and whether it is gated, as in `fused.few_rows_linear`"""
         x = x if self.form.order is None else x.index_select(1, self.form.order)
-        count = self.count if has_few_rows(x) and x.dtype is not torch.float16 else 1  # as in fused.py
-        return linear(x, self.weight, self.scale, self.zero, self.row_scale, self.bias, *act, count=count)
+        is_split = x.dtype is not torch.float16 and has_few_rows(x, self.weight, self.scale)  # as in fused.py
+        return linear(x, self.weight, self.scale, self.zero, self.row_scale, self.bias, *act,
+                      count=self.count if is_split else 1)
 
 
 class SplitLinear4(Linear4):
@@ -61,7 +62,7 @@ class MLP4(fused.FusedMLP):
         c, gate_up = self.config, self.gate_up_proj
         if not isinstance(gate_up, Linear4):
             return super().forward(x)
-        if has_few_rows(x):
+        if has_few_rows(x, gate_up.weight, gate_up.scale):
             return self.down_proj(gate_up(x, c.activation, c.gated_mlp))
         return self.down_proj(fused.activate(gate_up(x), c.activation, c.gated_mlp))
 
@@ -71,9 +72,9 @@ class ExpertsMLP4(MLP4):
     four_bits = PRODUCTS
 
 
-def has_few_rows(x: Tensor) -> bool:
-    """Whether the kernel multiplies them. In float32 it would take long to compile."""
-    return len(x) <= MOST_ROWS and x.itemsize == 2
+def has_few_rows(x: Tensor, weight: Tensor, scale: Tensor) -> bool:
+    """Whether a kernel multiplies them. In float32 it would take long to compile."""
+    return len(x) <= MOST_ROWS and x.itemsize == 2 or four_bit_hopper.takes(x, weight, scale)
 
 
 def num_parts(size_in: int, size_out: int, form: Form) -> int:
@@ -85,14 +86,14 @@ def num_parts(size_in: int, size_out: int, form: Form) -> int:
 
 
 def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
-    """For warmup.py. Weights have no rows, so none are read."""
+    """For warmup.py. Weights have two rows, one of gate and one of up."""
     c, make = r.config, partial(torch.empty, dtype=r.dtype, device=r.device)
     for size_out, size, bias, form, is_residual, is_first in r.modules.linear.plan.shapes():
-        kept = empty_matrix(size, form, r.device)
+        kept = empty_matrix(size, form, r.device, 2)
         is_split = is_residual and r.modules.residual_linear.kept is SplitLinear4 and r.dtype is not torch.float16
         count = num_parts(size, size_out, form) if is_split and not bias else 1
         act = (c.activation, c.gated_mlp) if is_first and issubclass(r.modules.mlp, MLP4) else ()
-        for rows in (1, 9, 17, 33, 65):  # up to 8, 16, 32, 64, MOST_ROWS
+        for rows in {1, 9, 17, 33, 65, *four_bit_hopper.rows_to_compile(size_out, count, r.device)}:  # of all forms
             yield partial(linear, make(rows, size), *kept, make(1) if bias else None, *act, count=count,
                           height=size_out)
         yield partial(widen, size, r.dtype, *kept)
@@ -106,9 +107,9 @@ def linear(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, row_sc
            bias: Tensor | None = None, activation: str = "", gated: bool = False, count: int = 1,
            height: int = 0) -> Tensor:
     """F.linear for x [T, in] and a matrix in 4 bits. activation, gated, count: as in `fused.few_rows_linear`, for few
-    rows; height: the number of rows for which the kernel is compiled, if the matrix is empty"""
+    rows; height: the number of rows for which the kernel is compiled, if the matrix stands for a larger one"""
     num_rows, size = x.shape
-    if not has_few_rows(x):
+    if not has_few_rows(x, weight, scale):
         wide = widen(size, x.dtype, weight, scale, zero, row_scale)
         return torch.matmul(x, wide.T) if bias is None else torch.addmm(bias, x, wide.T)
     num_out = len(scale) // (2 if gated else 1)
@@ -121,6 +122,8 @@ def linear(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, row_sc
         form = four_bit_streams.form_of(num_rows, num_tiles, multiprocessors)
         if four_bit_streams.fits(form, scale, zero, weight.dtype, size, part):
             return four_bit_streams.linear(x, weight, scale, zero, row_scale, bias, activation, gated, count, form=form)
+    if four_bit_hopper.takes(x, weight, scale, count):
+        return four_bit_hopper.linear(x, weight, scale, zero, row_scale, bias, activation, gated, count, height)
     density = cdiv(height or len(scale), 64) * count / multiprocessors
     form = few_rows_form(num_rows, gated, density, lambda slices: part % (slices * max(group, TILE)) == 0,
                          tiles.shared_memory(x.device))

@@ -1,5 +1,5 @@
-"""Products with weights in 4 bits, or in FP8 blocks, of up to 16 rows, or of experts with up to 12 tokens on average. An
-addition to four_bit_kernels.py and four_bit_experts.py, for GPUs of compute capability 8.0 and more.
+"""Products with weights in 4 bits, or in FP8 blocks, of up to 16 rows, or of experts with up to 12 tokens on average.
+An addition to four_bit_kernels.py and four_bit_experts.py, for GPUs of compute capability 8.0 and more.
 
 Memory should limit such a product. A multiprocessor of an H200 reads 18 bytes per cycle: 34 codes and their scales,
 which must become numbers in that cycle. In plain Triton the compiler picks the layouts. It moves codes between threads
@@ -189,7 +189,7 @@ def _rows(rows, row_warps, rank):
 
 
 @constexpr_function
-def _words(rows, parts, row_warps, count):
+def words_layout(rows, parts, row_warps, count):
     """Of a tile of codes, [rows, parts * count]; 128 columns are `count` words."""
     in_registers, in_warps = _rows(rows, row_warps, 2)
     return gl.DistributedLinearLayout(
@@ -198,8 +198,8 @@ def _words(rows, parts, row_warps, count):
 
 
 @constexpr_function
-def _groups(rows, parts, row_warps, count, words):
-    """`_words` with the words of a group as a third dimension. count, words: groups and words in 128 columns"""
+def groups_layout(rows, parts, row_warps, count, words):
+    """`words_layout` with the words of a group as a third dimension. count, words: groups and words in 128 columns"""
     def of_word(step: int) -> list[int]:
         return [0, step // (words // count), step % (words // count)]
     in_registers, in_warps = _rows(rows, row_warps, 3)
@@ -299,7 +299,7 @@ def _sums(x, exists, matrix, rows, begin, PART: tl.constexpr, SIZE: tl.constexpr
                 _copy_codes(codes, at, begin // CODES + word, i + STAGES - 1, WORDS, WHOLE)
                 _copy_x(xs, x, exists, k, i + STAGES - 1, PART, WHOLE)
         async_copy.commit_group()
-        words = codes.index(i % STAGES).load(_words(ROWS, PARTS, WARPS // PARTS, WIDTH))
+        words = codes.index(i % STAGES).load(words_layout(ROWS, PARTS, WARPS // PARTS, WIDTH))
         tile = gl.convert_layout(_numbers(words, factors, more_factors, minus, i, GROUP, KIND, ZEROS, PARTS),
                                  gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
         columns = xs.index(i % STAGES).load(_columns(COLUMNS, PARTS, WARPS // PARTS))
@@ -402,38 +402,56 @@ def _numbers(words, factors, more_factors, minus, i, GROUP: tl.constexpr, KIND: 
         y = bytes_in_order(gl.inline_asm_elementwise(E4M3, "=h,=h,=h,=h,r", [words], dtype=(gl.bfloat16,) * 4,
                                                       is_pure=True, pack=1))
     else:
-        if KIND == "int4":
+        less = words
+        if ZEROS:
+            less = _for_words(minus.index(i), WORDS, PARTS, LAYOUT)
+        elif KIND == "int4":
             less = gl.full(words.shape, -0x3CF73CF8, gl.int32, LAYOUT)  # -136, twice
-            if ZEROS:
-                less = _for_words(minus.index(i), WORDS, PARTS, LAYOUT)
         if factors.dtype == gl.float32:
-            pairs = gl.inline_asm_elementwise(INT4, ONE, [words, less], dtype=(gl.bfloat16,) * 8, is_pure=True, pack=1)
+            y = in_order(gl.inline_asm_elementwise(INT4, ONE, [words, less], dtype=(gl.bfloat16,) * 8, is_pure=True,
+                                                   pack=1))
         else:
             factor = _for_words(factors.index(i), WORDS, PARTS, LAYOUT)
-            if KIND == "int4":
-                pairs = gl.inline_asm_elementwise(SCALED_INT4, TWO, [words, less, factor], dtype=(gl.bfloat16,) * 8,
-                                                  is_pure=True, pack=1)
-            else:
-                other = factor
-                if GROUP == 16:
-                    other = _for_words(more_factors.index(i), WORDS, PARTS, LAYOUT)
-                pairs = gl.inline_asm_elementwise(E2M1, TWO, [words, factor, other], dtype=(gl.bfloat16,) * 8,
-                                                  is_pure=True, pack=1)
-        y = in_order(pairs)
+            other = factor
+            if GROUP == 16:
+                other = _for_words(more_factors.index(i), WORDS, PARTS, LAYOUT)
+            y = scaled_numbers(words, less, factor, other, KIND)
     return y.reshape(ROWS, PARTS, 128).permute(1, 0, 2)
 
 
 @gluon_jit
+def scaled_numbers(words, less, factor, other, KIND: tl.constexpr):
+    """The numbers of words [rows, words] times scales, those of pairs 0 and 1 and of pairs 2 and 3; of e2m1 divided by
+    SUMS. less: what is added to integers"""
+    if KIND == "int4":
+        pairs = gl.inline_asm_elementwise(SCALED_INT4, TWO, [words, less, factor], dtype=(gl.bfloat16,) * 8,
+                                          is_pure=True, pack=1)
+    else:
+        pairs = gl.inline_asm_elementwise(E2M1, TWO, [words, factor, other], dtype=(gl.bfloat16,) * 8, is_pure=True,
+                                          pack=1)
+    return in_order(pairs)
+
+
+@gluon_jit
 def _for_words(groups, WORDS: tl.constexpr, PARTS: tl.constexpr, layout: tl.constexpr):
-    """A number of each group, [ROWS, groups], for all words of the group."""
-    ROWS: tl.constexpr = groups.shape[0]
+    """A number of each group, [ROWS, groups] in shared memory, for all words of the group."""
+    ROW_WARPS: tl.constexpr = gl.num_warps() // PARTS
     COUNT: tl.constexpr = groups.shape[1] // PARTS
-    ALL: tl.constexpr = _groups(ROWS, PARTS, gl.num_warps() // PARTS, COUNT, WORDS)
-    x = groups.load(gl.SliceLayout(2, ALL))
+    x = groups.load(gl.SliceLayout(2, groups_layout(groups.shape[0], PARTS, ROW_WARPS, COUNT, WORDS)))
     if groups.dtype == gl.bfloat16:
         x = twice(x)
     elif groups.dtype == gl.uint8:  # the bfloat16 2 ** (x - 127 + 62), in both halves
         x = (x.to(gl.int32) + 62) * 0x800080
+    return spread(x, WORDS, PARTS, ROW_WARPS, layout)
+
+
+@gluon_jit
+def spread(x, WORDS: tl.constexpr, PARTS: tl.constexpr, ROW_WARPS: tl.constexpr, layout: tl.constexpr):
+    """A word of each group, [rows, groups], for all words of the group. WORDS: in 128 columns, or in less"""
+    ROWS: tl.constexpr = x.shape[0]
+    COUNT: tl.constexpr = x.shape[1] // PARTS
+    ALL: tl.constexpr = groups_layout(ROWS, PARTS, ROW_WARPS, COUNT, WORDS)
+    x = gl.convert_layout(x, gl.SliceLayout(2, ALL), assert_trivial=True)
     x, _ = gl.broadcast(x[:, :, None], gl.zeros([ROWS, PARTS * COUNT, WORDS // COUNT], gl.int32, ALL))
     return gl.convert_layout(x.reshape(ROWS, PARTS * WORDS), layout, assert_trivial=True)
 
@@ -504,12 +522,14 @@ def experts_kernel(x, weight, scale, zero, row_scale, bias, scores, out, counts,
     FIRST: tl.constexpr = ACTIVATION != ""
     HEIGHT: tl.constexpr = ROWS // 2 if FIRST else ROWS
     LINE: tl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    WAITS: tl.constexpr = PDL and FIRST  # the second product needs nothing of the previous kernel but x
     expert, tile = gl.arange(0, PADDED, layout=LINE), gl.program_id(1)
-    kernel.wait_for_previous_kernel(PDL)
+    kernel.wait_for_previous_kernel(WAITS)
     count = gl.load(counts + expert, mask=expert < EXPERTS, other=0)
     end_tile = gl.associative_scan(gl.cdiv(count, COLUMNS), 0, _add)
     at = gl.sum((end_tile <= tile).to(gl.int32), 0)  # the expert of this tile
     if at >= EXPERTS:
+        kernel.wait_for_previous_kernel(PDL and not WAITS)
         return
     count = gl.sum(gl.where(expert == at, count, 0), 0)
     tile = tile - gl.sum(gl.where(expert == at, end_tile, 0), 0) + gl.cdiv(count, COLUMNS)
@@ -522,7 +542,7 @@ def experts_kernel(x, weight, scale, zero, row_scale, bias, scores, out, counts,
     if FIRST:
         source = source % num_rows
     sums = _sums(x + source.to(gl.int64)[:, None] * SIZE, exists[:, None], Matrix(weight, scale, zero), rows, 0, SIZE,
-                 SIZE, GROUPS, KIND, ZEROS, ROWS, HEIGHT, COLUMNS, PARTS, STAGES, False)
+                 SIZE, GROUPS, KIND, ZEROS, ROWS, HEIGHT, COLUMNS, PARTS, STAGES, PDL and not WAITS)
     y = _totals(sums, row_scale, bias, rows, FIRST, ROW_SCALE, BIAS)
     column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, gl.SliceLayout(0, y.type.layout)))
     exists = tile * COLUMNS + column < count

@@ -18,7 +18,7 @@ from typing import Any, Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from nanopaged import kernel, tiles
+from nanopaged import kernel, model, tiles
 from nanopaged.device.pool import FP8
 from nanopaged.features import fused
 from nanopaged.features.experts import SMALLEST_SUM, Experts
@@ -29,9 +29,28 @@ LARGEST = tl.constexpr(3e38)  # of the router's logits; padding may hold anythin
 LEAST = tl.constexpr(SMALLEST_SUM)
 
 
+class Counts:
+    """For each layer of a step how many pairs each expert has. The first layer sets all of them to 0 in one launch."""
+
+    def __init__(self) -> None:
+        self.num_layers, self.of_step = 0, torch.empty(0)
+
+    def of_layer(self, i: int, logits: Tensor, total: int) -> Tensor:
+        if i == 0:
+            make = logits.new_empty if logits.shape[-2] == 1 else logits.new_zeros  # one token sets its counts itself
+            self.of_step = make(self.num_layers, total, dtype=torch.int32)
+        return self.of_step[i]
+
+
 class FusedExperts(Experts):
     """Returns partial products [n, T, D], as fused.py's `Sum` has them: of each choice, and of the shared expert."""
     router_class = fused.SplitLinear
+
+    def __init__(self, counts: Counts, dense: Any, config: model.ModelConfig, index: int,
+                 modules: model.Modules) -> None:
+        super().__init__(dense, config, index, modules)
+        mixtures = [i for i in range(config.num_layers) if i not in self.settings["dense_layers"]]
+        counts.num_layers, self.counts, self.place = len(mixtures), counts, mixtures.index(index)
 
     @property
     def four_bits(self) -> Any:
@@ -49,7 +68,8 @@ class FusedExperts(Experts):
         out = mix_experts(x, logits, whole["gate_up_proj.weight"], whole["down_proj.weight"], e["top_k"],
                           e["normalized"], self.activation, *scales, biases=biases, has_shared=self.joins_shared,
                           sigmoid=e["sigmoid"], expert_bias=self.expert_bias, expert_scale=self.expert_scale,
-                          four_bits=self.four_bits)
+                          four_bits=self.four_bits, counts=self.counts.of_layer(self.place, logits, len(
+                              whole["gate_up_proj.weight"])))
         if self.shared is None or self.joins_shared:
             return out
         logits = logits.float() if logits.dim() == 2 else logits.float().sum(0)
@@ -122,20 +142,20 @@ def experts_form(num_rows: int, top_k: int, count: int, gated: bool, dtype: torc
 def mix_experts(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, normalized: bool, activation: str,
                 *scales: Any, biases: Sequence[Tensor] = (), has_shared: bool = False,
                 sigmoid: float = 0.0, expert_bias: Tensor | None = None, expert_scale: Tensor | None = None,
-                four_bits: Any = None) -> Tensor:
+                four_bits: Any = None, counts: Tensor | None = None) -> Tensor:
     """`Experts.forward` of nanopaged/features/experts.py as partial products [top_k, T, D]: a token's results, times
     their scores. x [T, D], logits of the router [T, E] or partial products of it, gate_up [E, 2 * I, D], down [E, D,
     I]. scales: of weights in FP8, [E, 2 * I, 1] and [E, D, 1]; what is multiplied with these is quantised, too; of
     weights in 4 bits, what `four_bits.kept_beside` returns, where four_bits computes products (four_bit_experts.py).
     biases: [E, 2 * I] and [E, D], or none. has_shared: the last expert is the shared one, which is not chosen; its
     results come last, [top_k + 1, T, D]. sigmoid, expert_bias and expert_scale, [E] float32: of `choose_experts`
-    there"""
+    there; counts: of `route_experts`"""
     (num_rows, size), inner = x.shape, gate_up.shape[1] // 2
     parts = top_k + has_shared
     hidden, out = x.new_empty(parts * num_rows, inner), x.new_empty(parts, num_rows, size)
     if num_rows:
         routed = route_experts(logits, len(gate_up) - has_shared, top_k, normalized, has_shared, sigmoid,
-                               expert_bias, expert_scale)
+                               expert_bias, expert_scale, counts)
         experts_product(x, gate_up, *routed, hidden, activation, *(scales[:1] or [None]), *(biases[:1] or [None]),
                         four_bits)
         experts_product(hidden, down, *routed, out, "", *(scales[1:] or [None]), *(biases[1:] or [None]), four_bits)
@@ -144,13 +164,13 @@ def mix_experts(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, top_k:
 
 def route_experts(logits: Tensor, count: int, top_k: int, normalized: bool, has_shared: bool = False,
                   sigmoid: float = 0.0, bias: Tensor | None = None,
-                  scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+                  scale: Tensor | None = None, counts: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Pair n * T + t is token t with its n-th expert. Returns the pairs' scores [top_k, T]; for each expert, how many
     pairs it has, and in any order which ones: [E], [E, T]. count: experts to choose from, the first columns of logits.
-    The shared expert is the (top_k + 1)-th of each token."""
+    The shared expert is the (top_k + 1)-th of each token. counts: zeros, for the second result"""
     num_rows, total, chosen = logits.shape[-2], count + has_shared, top_k + has_shared
     scores = logits.new_empty(chosen, num_rows, dtype=torch.float32)
-    counts = (logits.new_empty if num_rows == 1 else logits.new_zeros)(total, dtype=torch.int32)
+    counts = logits.new_zeros(total, dtype=torch.int32) if counts is None else counts
     pairs = logits.new_empty(total, num_rows, dtype=torch.int32)
     route_kernel[(num_rows,)](
         logits, bias, scale, scores, counts, pairs, num_rows, EXPERTS=count, COLUMNS=logits.shape[-1],
@@ -213,11 +233,14 @@ def route_kernel(logits, bias, scale, scores, counts, pairs, num_rows, EXPERTS: 
         x = tl.where(expert < EXPERTS, parts, -float("inf"))
     if bias is not None:
         x += tl.load(bias + expert, mask=expert < EXPERTS, other=0.0)
+    # As integers in the same order, whose maximum over a warp is one instruction.
+    key, bits = x.to(tl.int32, bitcast=True), parts.to(tl.int32, bitcast=True)
+    key = tl.where(key < 0, key ^ 0x7FFFFFFF, key)
     for i in tl.static_range(TOP_K):
-        best, at = tl.max(x, 0, return_indices=True)
-        part = tl.sum(tl.where(expert == at, parts, 0.0), 0) if SIGMOIDS else tl.exp(best - largest)
+        at = tl.min(tl.where(key == tl.max(key, 0), expert, PADDED), 0)  # the first one of equal ones
+        part = tl.max(tl.where(expert == at, bits, 0), 0).to(tl.float32, bitcast=True)
         score, chosen = tl.where(n == i, part, score), tl.where(n == i, at, chosen)
-        x = tl.where(expert == at, -float("inf"), x)
+        key = tl.where(expert == at, -2**31, key)
     if NORMALIZED:
         total = tl.sum(score, 0) + (LEAST if SIGMOIDS else 0.0)
     score = score / total * SIGMOID if SIGMOIDS else score / total
@@ -251,12 +274,14 @@ def experts_kernel(x, x_scale, weight, scale, zero, row_scale, bias, scores, out
     zero and row_scale."""
     expert, tile = tl.arange(0, PADDED), tl.program_id(1)
     FIRST: tl.constexpr = ACTIVATION != ""
-    kernel.wait_for_previous_kernel(PDL)
+    WAITS: tl.constexpr = PDL and FIRST  # the second product needs nothing of the previous kernel but x
+    kernel.wait_for_previous_kernel(WAITS)
     count = tl.load(counts + expert, mask=expert < EXPERTS, other=0)
     # 2, 0 and 5 pairs, COLUMNS 4: experts end with tiles 1 1 3. Tile 2 is expert 2's, whose tile 2 - 3 + 2 = 1 it is.
     end_tile = tl.cumsum(tl.cdiv(count, COLUMNS), 0)
     at = tl.sum((end_tile <= tile).to(tl.int32), 0)  # the expert of this tile
     if at >= EXPERTS:
+        kernel.wait_for_previous_kernel(PDL and not WAITS)
         return
     count = tl.sum(tl.where(expert == at, count, 0), 0)
     tile = tile - tl.sum(tl.where(expert == at, end_tile, 0), 0) + tl.cdiv(count, COLUMNS)
@@ -264,6 +289,7 @@ def experts_kernel(x, x_scale, weight, scale, zero, row_scale, bias, scores, out
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     pair = tl.load(pairs + at * num_rows + column, mask=column < count, other=0)
     source = pair % num_rows if FIRST else pair
+    kernel.wait_for_previous_kernel(PDL and not WAITS)
     x_at = x + source.to(tl.int64)[None, :] * SIZE
     weight_row = at.to(tl.int64) * (2 * OUT if FIRST else OUT) + tl.minimum(row, OUT - 1)
     sums, up_sums = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)

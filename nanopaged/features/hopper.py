@@ -30,28 +30,18 @@ import torch
 from torch import Tensor
 
 from nanopaged import kernel, tiles
-from nanopaged.optional_gluon import compiles, gl, gluon_jit, problem
+from nanopaged.optional_gluon import (
+    async_load,
+    box_of,
+    compiles,
+    fence_async_shared,
+    gl,
+    gluon_jit,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from nanopaged.optional_triton import launch_options, tl
-
-try:
-    if gl is None:
-        raise ImportError
-    from triton.experimental.gluon.language.nvidia import hopper
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-    fence_async_shared, mbarrier, tma = hopper.fence_async_shared, hopper.mbarrier, hopper.tma
-    warpgroup_mma, warpgroup_mma_wait = hopper.warpgroup_mma, hopper.warpgroup_mma_wait
-    async_load = tma.async_load if "async_load" in tma.__all__ else tma.async_copy_global_to_shared  # before Triton 3.8
-except (ImportError, AttributeError):  # no Gluon; see optional_gluon.py
-    async_load = fence_async_shared = mbarrier = warpgroup_mma = warpgroup_mma_wait = None
-
-
-def box_of(x: Tensor, shape: list[int]) -> Any:
-    """The tensor as copies of boxes of this shape see it, with the layout that wgmma reads: 128-byte swizzling of
-    16-bit numbers. The strides of x must be multiples of 16 bytes. ImportError: there is no Gluon."""
-    if gl is None:
-        raise ImportError(problem)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), shape, gl.NVMMASharedLayout(128, 16, len(shape)))
-
 
 HOPPER_TILE_M = 128  # (query token, query head) pairs of a tile
 HOPPER_BLOCK_SIZE = 64  # a tile of keys is two blocks, or with wide heads one

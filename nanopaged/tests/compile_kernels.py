@@ -27,6 +27,7 @@ from nanopaged.features import (
     delta_kernels,
     four_bit_codes,
     four_bit_experts,
+    four_bit_hopper,
     four_bit_kernels,
     four_bit_streams,
     four_bits,
@@ -179,6 +180,8 @@ def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
             (1, 64, 256, 8192) if dtype.itemsize == 2 else (8192,)))
         if dtype is torch.bfloat16 and keeps and hopper_file.gl:
             yield from (partial(streams, capability, kind, group, scale, *row) for row in ((1, True), (16, False)))
+        if dtype is torch.bfloat16 and capability == 90 and kind in ("int4", "nvfp4") and hopper_file.gl:
+            yield partial(many_rows, kind, group, scale, *(128, True) if kind == "int4" else (256, False))
     route = dict(EXPERTS=40, COLUMNS=48, PADDED=64, TOP_K=6, CHOICES=8, NORMALIZED=True, COUNT=4)
     plain, scaled = dict(SIGMOID=0.0, bias=None, scale=None), dict(SIGMOID=0.0, bias=None)
     for shared, more, types in ((False, plain, {}), (True, plain, {}), (False, scaled, dict(scale=f"*{TYPES[dtype]}")),
@@ -245,6 +248,22 @@ def streams(capability: int, kind: str, group: int, scale: str, num_rows: int, g
                 compiled = compile_kernel(function, common | constants | form, torch.bfloat16, capability, warps,
                                           make_source=gluon_source, **types)
                 assert compiled.metadata.shared <= memory, (compiled.metadata.shared, form)
+
+
+def many_rows(kind: str, group: int, scale: str, columns: int, gated: bool):
+    """Products of many rows in Gluon, for Hopper alone, as in `streams`."""
+    count, gl, is_int, act = 1 + gated, four_bit_hopper.gl, kind == "int4", "silu" if gated else ""
+    types = dict(x_box=f"tensordesc<bf16[{columns}, 64],{gl.NVMMASharedLayout(128, 16, 2)!r}>",
+                 codes_box=f"tensordesc<i32[{count}, {64 // count}, 16],{gl.NVMMASharedLayout(64, 32, 3)!r}>",
+                 scale=scale, zero="*u8", row_scale="*fp32")
+    for form in four_bit_hopper.FORMS:
+        if form.columns == columns:
+            constants = dict(SIZE=2880, PART=2880, GROUPS=2880 // group, KIND=kind, ZEROS=is_int, BIAS=not gated,
+                             ROW_SCALE=kind == "nvfp4", ACTIVATION=act, WARPGROUPS=form.WARPGROUPS, STAGES=form.STAGES,
+                             REGISTERS=form.REGISTERS)
+            compiled = compile_kernel(four_bit_hopper.many_rows_kernel, constants, torch.bfloat16, 90,
+                                      make_source=gluon_source, **types)
+            assert compiled.metadata.shared <= SHARED_MEMORY[90] * 1024, (compiled.metadata.shared, form)
 
 
 def experts(capability: int, dtype: torch.dtype, act: str, num_tokens: int, kind: torch.dtype | str, types: dict):

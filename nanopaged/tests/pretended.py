@@ -65,7 +65,7 @@ class PlainKernels:
 
     @staticmethod
     def mix_experts(x, logits, gate_up, down, top_k, normalized, activation, *scales, biases=(), has_shared=False,
-                    sigmoid=0.0, expert_bias=None, expert_scale=None, four_bits=None):
+                    sigmoid=0.0, expert_bias=None, expert_scale=None, four_bits=None, counts=None):
         if four_bits:
             sizes = x.shape[1], gate_up.shape[1] // 2
             gate_up, down = (widen_words(*one) for one in zip((gate_up, down), *zip(*scales), sizes))

@@ -94,7 +94,7 @@ ASK = dict(
     drafts=command(*PROMPT, "--speculate", "3"), edits=ask(presence_penalty=1), fp8=lambda: llm(quantization="fp8"),
     fp8_cache=lambda: llm(kv_cache_dtype="fp8"), experts=lambda: llm(model=str(GOLDEN / "mixtral")),
     fused_experts=experts_on_a_gpu, four_bits=lambda: llm(model=str(GOLDEN / "gpt-oss-mxfp4")),
-    **dict.fromkeys(("four_bit_kernels", "four_bit_codes", "four_bit_experts", "four_bit_streams"),
+    **dict.fromkeys(("four_bit_kernels", "four_bit_codes", "four_bit_experts", "four_bit_streams", "four_bit_hopper"),
                     lambda: llm(model=str(GOLDEN / "int4" / "awq"))),
     gemma4=lambda: llm(model=str(GOLDEN / "gemma4")), gpt_oss=lambda: llm(model=str(GOLDEN / "gpt-oss")),
     structured=ask(structured_outputs=dict(regex="a+")), more_families=lambda: llm(model=str(GOLDEN / "arcee")),

@@ -13,6 +13,7 @@ from nanopaged import SamplingParams
 from nanopaged.features import (
     four_bit_codes,
     four_bit_experts,
+    four_bit_hopper,
     four_bit_kernels,
     four_bit_streams,
     four_bits,
@@ -334,7 +335,7 @@ def in_order(weight: Tensor, scale: Tensor, *others: Tensor | None) -> list[Tens
     (66, 40, 160, "fp8", 128, False, (), 1), (70, 40, 96, "nvfp4", 16, False, (), 1)])
 def test_a_product_reads_4_bits(monkeypatch, dtype, rows, size_out, size_in, kind, group, bias, act, count):
     """Sizes are no powers of two; the last two have many rows. In float32 the error is small, too."""
-    monkeypatch.setattr(four_bit_kernels, "has_few_rows", lambda x: len(x) <= 64)
+    monkeypatch.setattr(four_bit_kernels, "has_few_rows", lambda x, *_: len(x) <= 64)
     torch.manual_seed(0)
     parts = random_matrix(size_out, size_in, kind, group, dtype)
     x = (torch.randn(rows, size_in) / size_in ** 0.5).to(dtype).to(DEVICE)
@@ -395,14 +396,36 @@ def test_a_gpu_keeps_4_bits(variant):
 @needs_gpu
 @pytest.mark.parametrize("kind, group", [("int4", 128), ("zeros", 64), ("zeros", 16), ("nvfp4", 16), ("mxfp4", 32),
                                          ("fp8", 128)])
-@pytest.mark.parametrize("num_rows", [1, 8, 16, 33, 64, 65])
+@pytest.mark.parametrize("num_rows", [1, 8, 16, 33, 64, 65, 300])
 def test_large_products(kind, group, num_rows):
     """In bfloat16, beside float64 with the same weights; each form's shared memory fits."""
     parts = random_matrix(4096, 4096, kind, group, torch.float16)
     x = torch.randn(num_rows, 4096, device=DEVICE).bfloat16()
     exact = x.double() @ widen(*parts).double().T
-    for count in (1, 2) if num_rows <= four_bit_kernels.MOST_ROWS else (1,):
-        y = four_bit_kernels.linear(x, *in_order(*parts), count=count)
+    weight, scale, *others = in_order(*parts)
+    for count in (1, 2) if four_bit_kernels.has_few_rows(x, weight, scale) else (1,):
+        y = four_bit_kernels.linear(x, weight, scale, *others, count=count)
+        assert relative_error(y.double().sum(0) if count > 1 else y.double(), exact) < 0.02
+
+
+@needs_gpu
+@pytest.mark.parametrize("kind, group, size", [("int4", 128, 640), ("int4", 1280, 1280), ("int4", 64, 2880),
+                                               ("zeros", 32, 2880), ("nvfp4", 16, 640), ("mxfp4", 32, 2880)])
+def test_many_rows_on_hopper(kind, group, size):
+    """Results that fill no tile, more of them than there are programs, and partial products."""
+    torch.manual_seed(0)
+    for num_rows, size_out, count, act in ((65, 200, 1, ("silu", True)), (300, 9000, 1, ("gelu_new", False)),
+                                           (128, 72, 5, ())):
+        if size % (count * 128):
+            continue
+        weight, scale, *others = parts = random_matrix(size_out, size, kind, group, torch.float16)
+        x = torch.randn(num_rows, size, device=DEVICE).bfloat16()
+        if not four_bit_hopper.takes(x, weight, scale, count):
+            pytest.skip("needs Hopper, and Gluon")
+        bias = torch.randn(size_out, device=DEVICE).bfloat16() if count == 1 else None
+        y = four_bit_hopper.linear(x, *in_order(*parts), bias, *act, count=count)
+        exact = x.double() @ widen(*parts).double().T + (0 if bias is None else bias)
+        exact = model.activate(exact, *act) if act else exact
         assert relative_error(y.double().sum(0) if count > 1 else y.double(), exact) < 0.02
 
 
@@ -454,7 +477,7 @@ def in_gluon(request, monkeypatch):
     monkeypatch.setattr(four_bit_streams, "takes", lambda x: True)
     monkeypatch.setattr(four_bit_streams.tiles, "shared_memory", lambda _: 227 * 1024)
     return put_gluon(monkeypatch, four_bit_streams, ["linear_kernel", "experts_kernel"],
-                     ["_words", "_groups", "_columns", "_shares", "_copies"], request.param == "early")
+                     ["words_layout", "groups_layout", "_columns", "_shares", "_copies"], request.param == "early")
 
 
 @pytest.mark.parametrize("kind, group", [("int4", 128), ("int4", 64), ("int4", 1280), ("zeros", 128), ("zeros", 32),
