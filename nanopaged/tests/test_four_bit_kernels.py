@@ -42,6 +42,7 @@ from nanopaged.tests.helpers import (
     rewritten,
     tokens_of,
 )
+from nanopaged.tests.hopper_on_a_cpu import put_hopper
 from nanopaged.tests.pretended import PlainKernels, plain_kernels, widen_words
 from nanopaged.tests.test_graphs import record_graphs
 from nanopaged.weights.build import build_model, random_tensors
@@ -427,6 +428,28 @@ def test_many_rows_on_hopper(kind, group, size):
         exact = x.double() @ widen(*parts).double().T + (0 if bias is None else bias)
         exact = model.activate(exact, *act) if act else exact
         assert relative_error(y.double().sum(0) if count > 1 else y.double(), exact) < 0.02
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
+@pytest.mark.parametrize("form", four_bit_hopper.FORMS)
+@pytest.mark.parametrize("kind, group, size", [("int4", 128, 640), ("int4", 384, 384), ("zeros", 64, 320),
+                                               ("nvfp4", 16, 160), ("mxfp4", 32, 96)])
+def test_many_rows_in_gluon(monkeypatch, form, kind, group, size):
+    """One program computes all results, one tile after the other, some of which are partial products."""
+    torch.manual_seed(0)
+    gluon = put_hopper(monkeypatch, four_bit_hopper, ["words_layout", "groups_layout", "_half_of_codes"],
+                       four_bit_streams)
+    monkeypatch.setattr(four_bit_hopper, "form_of", lambda *_: form)
+    for num_rows, size_out, count, act in ((form.columns + 2, 100, 1, ("silu", True)), (70, 200, 1, ()),
+                                           (65, 40, 5 if size == 640 else 1, ())):
+        weight, scale, *others = random_matrix(size_out, size, kind, group, torch.float16)
+        parts = weight, simple(scale), *others
+        x, bias = torch.randn(num_rows, size), torch.randn(size_out) if count == 1 else None
+        y = four_bit_hopper.linear(x, *in_order(*parts), bias, *act, count=count)
+        exact = x.double() @ widen(*parts).double().T + (0 if bias is None else bias)
+        exact = model.activate(exact, *act) if act else exact
+        assert relative_error(y.double().sum(0) if count > 1 else y.double(), exact) < 1e-5
+    assert gluon.launches == 3
 
 
 # ---- Products of few rows in Gluon
