@@ -20,21 +20,11 @@ try:
     if triton.__version__.startswith("3.5."):
         raise ImportError("warp_specialize of 3.5 gives all its functions the same arguments")
     from triton.experimental.gluon import constexpr_function, jit, language
-    from triton.experimental.gluon.language.nvidia.hopper import (
-        fence_async_shared,
-        mbarrier,
-        tma,
-        warpgroup_mma,
-        warpgroup_mma_wait,
-    )
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-    async_load = tma.async_load if "async_load" in tma.__all__ else tma.async_copy_global_to_shared  # before Triton 3.8
     gluon_jit = jit(do_not_specialize=[*VARYING_NUMBERS, "num_items", "num_kv_heads", "window", "table_row"],
                     do_not_specialize_on_alignment=VARYING)
     gl = language
 except (ImportError, AttributeError) as error:
     problem = str(error)
-    async_load = fence_async_shared = mbarrier = warpgroup_mma = warpgroup_mma_wait = None
 
     def gluon_jit(function: Any) -> Any:
         return function
@@ -42,10 +32,23 @@ except (ImportError, AttributeError) as error:
     constexpr_function = gluon_jit
 
 
+try:
+    if gl is None:
+        raise ImportError(problem)
+    from triton.experimental.gluon.language.nvidia import hopper
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+    fence_async_shared, mbarrier, tma = hopper.fence_async_shared, hopper.mbarrier, hopper.tma
+    warpgroup_mma, warpgroup_mma_wait = hopper.warpgroup_mma, hopper.warpgroup_mma_wait
+    async_load = tma.async_load if "async_load" in tma.__all__ else tma.async_copy_global_to_shared  # before Triton 3.8
+except (ImportError, AttributeError) as error:
+    problem = str(error)
+    TensorDescriptor = async_load = fence_async_shared = mbarrier = warpgroup_mma = warpgroup_mma_wait = None
+
+
 def box_of(x: Tensor, shape: list[int], swizzling: int = 128) -> Any:
     """The tensor as copies of boxes of this shape see it, with the layout that wgmma reads: 128-byte swizzling of
     16-bit numbers, or another one. The strides of x must be multiples of 16 bytes. ImportError: there is no Gluon."""
-    if gl is None:
+    if TensorDescriptor is None:
         raise ImportError(problem)
     layout = gl.NVMMASharedLayout(swizzling, 8 * x.itemsize, len(shape))
     return TensorDescriptor(x, list(x.shape), list(x.stride()), shape, layout)

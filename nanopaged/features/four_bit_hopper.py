@@ -4,19 +4,19 @@ From 65 rows of x on, such a product is bound by the tensor cores. Plain Triton 
 then multiplies them, one after the other: the tensor cores wait. Here warps have different tasks, as in hopper.py,
 which explains the barriers:
 
-    a copying warp     asks the hardware's copying unit (TMA) for tiles of codes and of x
-    two warpgroups     each makes numbers of its half of the rows of a tile, in registers, and multiplies them (wgmma)
-                       by x, which the tensor cores read from shared memory
+    a copying warp             asks the hardware's copying unit (TMA) for tiles of codes and of x
+    two or three warpgroups    each makes numbers of its 64 rows of a tile of codes, in registers, and multiplies them
+                               (wgmma) by x, which the tensor cores read from shared memory
 
-    a program's tile of codes, 128 rows x 128 columns       warpgroup 0    numbers wgmma   numbers wgmma
-                                                            warpgroup 1            numbers wgmma   numbers wgmma
+    a tile of codes, 128 columns, in time        rows   0..63     numbers wgmma   numbers wgmma
+                                                 rows  64..127            numbers wgmma   numbers wgmma
 
-While one warpgroup makes numbers, the tensor cores serve the other one. Nothing is stored between codes and sums. Each
-multiprocessor has one program, which goes through results of 128 rows of the weight and 128 rows of x in turns, so that
-tiles of the next one are on their way while the results of the last one are stored.
+While one warpgroup makes numbers, the tensor cores serve another one. Nothing is stored between codes and sums. Each
+multiprocessor has one program, which computes one tile of results (an item) after the other: tiles of codes and of x
+for the next one are on their way while results are stored. A row of x is a column of the results, as in fused.py.
 """
 from collections import namedtuple
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -76,13 +76,18 @@ def takes(x: Tensor, weight: Tensor, scale: Tensor, count: int = 1) -> bool:
 
 @lru_cache
 def is_there(device: torch.device) -> bool:
-    """The first call on a device compiles the kernel."""
+    """The first call on a device compiles the kernel in all forms."""
     if not tiles.has_dependent_launch(device) or torch.cuda.get_device_capability(device) != (9, 0):
         return False
     x, codes = (torch.zeros(*shape, dtype=dtype, device=device) for shape, dtype in (
         ((1, 128), torch.bfloat16), ((8, 64), torch.uint8)))
-    return compiles(partial(linear, x, codes, x.new_zeros(8, 1)), "65 rows and more are multiplied by weights in 4 "
-                    "bits in a kernel of plain Triton, which takes 1.2 to 1.5 times as long as the one for Hopper")
+
+    def run() -> None:
+        for form in FORMS:
+            linear(x, codes, x.new_zeros(8, 1), form=form)
+
+    return compiles(run, "65 rows and more are multiplied by weights in 4 bits in a kernel of plain Triton, which "
+                         "takes 1.2 to 1.5 times as long as the one for Hopper")
 
 
 def form_of(num_rows: int, num_out: int, count: int, device: torch.device) -> Form:
@@ -102,14 +107,14 @@ def rows_to_compile(num_out: int, count: int, device: torch.device) -> list[int]
 
 def linear(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None = None, row_scale: Tensor | None = None,
            bias: Tensor | None = None, activation: str = "", gated: bool = False, count: int = 1,
-           height: int = 0) -> Tensor:
-    """`four_bit_kernels.linear`. ImportError: there is no Gluon"""
+           height: int = 0, form: Form | None = None) -> Tensor:
+    """`four_bit_kernels.linear`. form: None for the fastest one. ImportError: there is no Gluon"""
     if gl is None:
         raise ImportError(problem)
     (num_rows, size), num_out, halves = x.shape, len(scale) // (2 if gated else 1), 2 if gated else 1
     out = x.new_empty(*[count] * (count > 1), num_rows, num_out)
     words = weight.view(torch.int32).view(halves, num_out, -1)  # gate and up
-    form = form_of(num_rows, height or len(scale), count, x.device)
+    form = form or form_of(num_rows, height or len(scale), count, x.device)
     boxes = box_of(x, [form.columns, TILE // 2]), box_of(words, [halves, 64 // halves, TILE // 8], 64)
     num_items = form.num_items(num_rows, len(scale), count)
     matrix = arguments(size, weight, scale, zero, row_scale)

@@ -19,7 +19,7 @@ from nanopaged.optional_triton import jit, launch_options, tl
 from nanopaged.tiles import cdiv
 
 FEWEST_COLUMNS = 2048  # of a part of the inner dimension
-MOST_ROWS = 256  # of x that the kernel multiplies; with more, each step turns the matrix into 16 bits
+MOST_ROWS = 256  # of x that the kernel of this file multiplies; with more, most steps turn the matrix into 16 bits
 MOST_COLUMNS = 128  # of x in a program
 MOST_SLICED = 8  # rows of x; with more, a program has no slices of the inner dimension side by side
 
@@ -86,7 +86,7 @@ def num_parts(size_in: int, size_out: int, form: Form) -> int:
 
 
 def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
-    """For warmup.py. Weights have two rows, one of gate and one of up."""
+    """For warmup.py. Weights have two rows, of gate and up if there are these."""
     c, make = r.config, partial(torch.empty, dtype=r.dtype, device=r.device)
     for size_out, size, bias, form, is_residual, is_first in r.modules.linear.plan.shapes():
         kept = empty_matrix(size, form, r.device, 2)
@@ -94,7 +94,7 @@ def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
         count = num_parts(size, size_out, form) if is_split and not bias else 1
         act = (c.activation, c.gated_mlp) if is_first and issubclass(r.modules.mlp, MLP4) else ()
         for rows in {1, 9, 17, 33, 65, *four_bit_hopper.rows_to_compile(size_out, count, r.device)}:  # of all forms
-            yield partial(linear, make(rows, size), *kept, make(1) if bias else None, *act, count=count,
+            yield partial(linear, make(rows, size), *kept, make(2) if bias else None, *act, count=count,
                           height=size_out)
         yield partial(widen, size, r.dtype, *kept)
 

@@ -522,10 +522,10 @@ def experts_kernel(x, weight, scale, zero, row_scale, bias, scores, out, counts,
     FIRST: tl.constexpr = ACTIVATION != ""
     HEIGHT: tl.constexpr = ROWS // 2 if FIRST else ROWS
     LINE: tl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    WAITS: tl.constexpr = PDL and FIRST  # the second product needs nothing of the previous kernel but x
+    WAITS: tl.constexpr = PDL and FIRST  # see fused_experts.py
     expert, tile = gl.arange(0, PADDED, layout=LINE), gl.program_id(1)
     kernel.wait_for_previous_kernel(WAITS)
-    count = gl.load(counts + expert, mask=expert < EXPERTS, other=0)
+    count = gl.load(counts + expert, mask=expert < EXPERTS, other=0, cache_modifier=".cg")
     end_tile = gl.associative_scan(gl.cdiv(count, COLUMNS), 0, _add)
     at = gl.sum((end_tile <= tile).to(gl.int32), 0)  # the expert of this tile
     if at >= EXPERTS:
@@ -538,7 +538,7 @@ def experts_kernel(x, weight, scale, zero, row_scale, bias, scores, out, counts,
     pairs += at * num_rows + tile * COLUMNS
     column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, _copies(COLUMNS, 128 * PARTS, 8, gl.num_warps())))
     exists = tile * COLUMNS + column < count
-    source = gl.load(pairs + column, mask=exists, other=0)
+    source = gl.load(pairs + column, mask=exists, other=0, cache_modifier=".cg")
     if FIRST:
         source = source % num_rows
     sums = _sums(x + source.to(gl.int64)[:, None] * SIZE, exists[:, None], Matrix(weight, scale, zero), rows, 0, SIZE,

@@ -30,16 +30,18 @@ LEAST = tl.constexpr(SMALLEST_SUM)
 
 
 class Counts:
-    """For each layer of a step how many pairs each expert has. The first layer sets all of them to 0 in one launch."""
+    """How many pairs each expert has, for all mixtures of a step. The first one sets them to 0 in one launch."""
 
     def __init__(self) -> None:
-        self.num_layers, self.of_step = 0, torch.empty(0)
+        self.num_mixtures, self.of_step = 0, torch.empty(0)
 
-    def of_layer(self, i: int, logits: Tensor, total: int) -> Tensor:
+    def of_mixture(self, i: int, logits: Tensor, total: int) -> Tensor:
+        """total: experts of the i-th mixture. The shared one is among them in some layers, and in others, where it has
+        other bits, not. One token writes all counts, which therefore may be anything before."""
         if i == 0:
-            make = logits.new_empty if logits.shape[-2] == 1 else logits.new_zeros  # one token sets its counts itself
-            self.of_step = make(self.num_layers, total, dtype=torch.int32)
-        return self.of_step[i]
+            make, most = logits.new_empty if logits.shape[-2] == 1 else logits.new_zeros, logits.shape[-1] + 1
+            self.of_step = make(self.num_mixtures, cdiv(most, 4) * 4, dtype=torch.int32)  # rows of whole 16 bytes
+        return self.of_step[i, :total]
 
 
 class FusedExperts(Experts):
@@ -50,7 +52,7 @@ class FusedExperts(Experts):
                  modules: model.Modules) -> None:
         super().__init__(dense, config, index, modules)
         mixtures = [i for i in range(config.num_layers) if i not in self.settings["dense_layers"]]
-        counts.num_layers, self.counts, self.place = len(mixtures), counts, mixtures.index(index)
+        counts.num_mixtures, self.counts, self.place = len(mixtures), counts, mixtures.index(index)
 
     @property
     def four_bits(self) -> Any:
@@ -68,7 +70,7 @@ class FusedExperts(Experts):
         out = mix_experts(x, logits, whole["gate_up_proj.weight"], whole["down_proj.weight"], e["top_k"],
                           e["normalized"], self.activation, *scales, biases=biases, has_shared=self.joins_shared,
                           sigmoid=e["sigmoid"], expert_bias=self.expert_bias, expert_scale=self.expert_scale,
-                          four_bits=self.four_bits, counts=self.counts.of_layer(self.place, logits, len(
+                          four_bits=self.four_bits, counts=self.counts.of_mixture(self.place, logits, len(
                               whole["gate_up_proj.weight"])))
         if self.shared is None or self.joins_shared:
             return out
@@ -167,7 +169,7 @@ def route_experts(logits: Tensor, count: int, top_k: int, normalized: bool, has_
                   scale: Tensor | None = None, counts: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Pair n * T + t is token t with its n-th expert. Returns the pairs' scores [top_k, T]; for each expert, how many
     pairs it has, and in any order which ones: [E], [E, T]. count: experts to choose from, the first columns of logits.
-    The shared expert is the (top_k + 1)-th of each token. counts: zeros, for the second result"""
+    The shared expert is the (top_k + 1)-th of each token. counts: for the second result; zeros, but with one token"""
     num_rows, total, chosen = logits.shape[-2], count + has_shared, top_k + has_shared
     scores = logits.new_empty(chosen, num_rows, dtype=torch.float32)
     counts = logits.new_zeros(total, dtype=torch.int32) if counts is None else counts
@@ -233,6 +235,7 @@ def route_kernel(logits, bias, scale, scores, counts, pairs, num_rows, EXPERTS: 
         x = tl.where(expert < EXPERTS, parts, -float("inf"))
     if bias is not None:
         x += tl.load(bias + expert, mask=expert < EXPERTS, other=0.0)
+        x = tl.where(x == x, x, -LARGEST)
     # As integers in the same order, whose maximum over a warp is one instruction.
     key, bits = x.to(tl.int32, bitcast=True), parts.to(tl.int32, bitcast=True)
     key = tl.where(key < 0, key ^ 0x7FFFFFFF, key)
@@ -274,9 +277,10 @@ def experts_kernel(x, x_scale, weight, scale, zero, row_scale, bias, scores, out
     zero and row_scale."""
     expert, tile = tl.arange(0, PADDED), tl.program_id(1)
     FIRST: tl.constexpr = ACTIVATION != ""
-    WAITS: tl.constexpr = PDL and FIRST  # the second product needs nothing of the previous kernel but x
+    WAITS: tl.constexpr = PDL and FIRST  # the second product reads nothing of the previous kernel's before x
     kernel.wait_for_previous_kernel(WAITS)
-    count = tl.load(counts + expert, mask=expert < EXPERTS, other=0)
+    # From L2: kernels before the previous one have written the pairs and their counts, and L1 may hold older ones.
+    count = tl.load(counts + expert, mask=expert < EXPERTS, other=0, cache_modifier=".cg")
     # 2, 0 and 5 pairs, COLUMNS 4: experts end with tiles 1 1 3. Tile 2 is expert 2's, whose tile 2 - 3 + 2 = 1 it is.
     end_tile = tl.cumsum(tl.cdiv(count, COLUMNS), 0)
     at = tl.sum((end_tile <= tile).to(tl.int32), 0)  # the expert of this tile
@@ -287,7 +291,7 @@ def experts_kernel(x, x_scale, weight, scale, zero, row_scale, bias, scores, out
     tile = tile - tl.sum(tl.where(expert == at, end_tile, 0), 0) + tl.cdiv(count, COLUMNS)
     column, i = tile * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, TILE)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    pair = tl.load(pairs + at * num_rows + column, mask=column < count, other=0)
+    pair = tl.load(pairs + at * num_rows + column, mask=column < count, other=0, cache_modifier=".cg")
     source = pair % num_rows if FIRST else pair
     kernel.wait_for_previous_kernel(PDL and not WAITS)
     x_at = x + source.to(tl.int64)[None, :] * SIZE

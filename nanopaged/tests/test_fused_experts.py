@@ -121,3 +121,18 @@ def test_tiles_fit_the_shared_memory_of_any_card(memory, dtype):
             form = fused_experts.experts_form(num_rows, 8, 128, gated, dtype, memory * 1024)
             rows = form["ROWS"] * (1 + gated) + form["COLUMNS"]
             assert rows * form["TILE"] * dtype.itemsize * form["STAGES"] <= memory * 1024
+
+
+@needs_kernel
+def test_counts_of_all_mixtures():
+    """One tensor has them. In some layers the shared expert is among the experts, in others it is not."""
+    torch.manual_seed(0)
+    counts = fused_experts.Counts()
+    counts.num_mixtures = 3
+    for num_rows in (5, 1):
+        logits = torch.randn(num_rows, 9, device=DEVICE)  # the last one is the shared expert's
+        for i, has_shared in enumerate((False, True, False)):
+            given = counts.of_mixture(i, logits, 8 + has_shared)
+            routed = fused_experts.route_experts(logits, 8, 2, True, has_shared, counts=given)[1]
+            expected = fused_experts.route_experts(logits, 8, 2, True, has_shared)[1]
+            assert routed is given and torch.equal(routed, expected) and given.data_ptr() % 16 == 0
