@@ -212,7 +212,7 @@ def _copy_codes(x_box, codes_box, ring, i, row, begin, WARPGROUPS: tl.constexpr)
     mbarrier.expect(full, WARPGROUPS * codes_box.block_type.nbytes + 2 * x_box.block_type.nbytes)
     for group in gl.static_range(WARPGROUPS):
         async_load(codes_box, [0, row + group * codes_box.block_type.shape[1], begin // 8], full,
-                          ring.codes.index(i * WARPGROUPS + group))
+                   ring.codes.index(i * WARPGROUPS + group))
 
 
 @gluon_jit
