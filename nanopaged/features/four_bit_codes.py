@@ -49,6 +49,7 @@ from nanopaged.tiles import cdiv
 
 TILE = 128  # columns, which are those of a block of e4m3
 SUMS = tl.constexpr(2.0 ** 64)
+MINUS_136 = tl.constexpr(-0x3CF73CF8)  # as bfloat16 in both halves of a word: what is added to 128 + 8 + an integer
 MOST_EXPONENT = 127 + 64  # of MXFP4's scales, as it is stored
 MOST_SCALED_SUMS = tl.constexpr(32)  # columns of x in a program whose sums are multiplied by scales
 
@@ -193,9 +194,9 @@ def _numbers(words, factor, shift, GROUP: tl.constexpr, KIND: tl.constexpr, ZERO
         return bytes_in_order(tl.inline_asm_elementwise(E4M3, "=h,=h,=h,=h,r", [words], dtype=(tl.bfloat16,) * 4,
                                                          is_pure=True, pack=1))
     elif KIND == "int4":
-        minus = tl.full(words.shape, -0x3CF73CF8, tl.int32)  # -136, twice
+        minus = tl.full(words.shape, MINUS_136, tl.int32)
         if ZEROS:
-            minus = _spread((shift.to(tl.int32) | 0xC300) * 0x10001, TILE // 8)
+            minus = _spread(minus_zero(shift), TILE // 8)
         if factor is None:
             return in_order(tl.inline_asm_elementwise(INT4, ONE, [words, minus], dtype=(tl.bfloat16,) * 8,
                                                        is_pure=True, pack=1))
@@ -272,6 +273,18 @@ def of_scale(scale, KIND: tl.constexpr):
 def twice(x):
     """x as bfloat16, in both halves of a word."""
     return (x.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) * 0x10001
+
+
+@jit
+def minus_zero(zero):
+    """-(128 + zero) as bfloat16, in both halves of a word."""
+    return (zero.to(tl.int32) | 0xC300) * 0x10001
+
+
+@jit
+def enlarged_scale(scale):
+    """Of MXFP4: the scale, a power of two, times 2^62, as bfloat16 in both halves of a word."""
+    return (scale.to(tl.int32) + 62) * 0x800080
 
 
 @jit

@@ -24,7 +24,17 @@ from torch import Tensor
 
 from nanopaged import kernel, tiles
 from nanopaged.features import fused
-from nanopaged.features.four_bit_codes import SUMS, TILE, arguments, kind_of, of_scale, twice
+from nanopaged.features.four_bit_codes import (
+    MINUS_136,
+    SUMS,
+    TILE,
+    arguments,
+    enlarged_scale,
+    kind_of,
+    minus_zero,
+    of_scale,
+    twice,
+)
 from nanopaged.features.four_bit_streams import groups_layout, scaled_numbers, spread, words_layout
 from nanopaged.optional_gluon import (
     async_load,
@@ -49,7 +59,8 @@ Work = namedtuple("Work", ["num_rows", "num_items"])
 Scales = namedtuple("Scales", ["factor", "other", "less"])  # of pairs 0 and 1, and 2 and 3, of a word; a summand
 
 
-class Form(NamedTuple):
+class KernelForm(NamedTuple):
+    """Constants of `many_rows_kernel`, and what they cost."""
     WARPGROUPS: int
     columns: int  # of a program's results, which are rows of x
     STAGES: int  # tiles in shared memory
@@ -60,7 +71,7 @@ class Form(NamedTuple):
         return cdiv(num_rows, self.columns) * cdiv(num_out, 64 * self.WARPGROUPS) * count
 
 
-FORMS = Form(2, 128, 5, 240, 1.0), Form(3, 128, 5, 152, 0.95), Form(2, 256, 3, 240, 0.87)
+FORMS = (KernelForm(2, 128, 5, 240, 1.0), KernelForm(3, 128, 5, 152, 0.95), KernelForm(2, 256, 3, 240, 0.87))
 
 
 def takes(x: Tensor, weight: Tensor, scale: Tensor, count: int = 1) -> bool:
@@ -87,13 +98,13 @@ def is_there(device: torch.device) -> bool:
             linear(x, codes, x.new_zeros(8, 1), form=form)
 
     return compiles(run, "65 rows and more are multiplied by weights in 4 bits in a kernel of plain Triton, which "
-                         "takes 1.2 to 1.5 times as long as the one for Hopper")
+                         "takes 1.2 to 1.8 times as long as the one for Hopper")
 
 
-def form_of(num_rows: int, num_out: int, count: int, device: torch.device) -> Form:
+def form_of(num_rows: int, num_out: int, count: int, device: torch.device) -> KernelForm:
     """The form that takes the shortest time, if each multiprocessor computes one item after the other. num_out: rows of
     the weight"""
-    def time(form: Form) -> float:
+    def time(form: KernelForm) -> float:
         rounds = cdiv(form.num_items(num_rows, num_out, count), tiles.num_multiprocessors(device))
         return rounds * form.WARPGROUPS * form.columns * form.cost
     return min(FORMS, key=time)
@@ -107,7 +118,7 @@ def rows_to_compile(num_out: int, count: int, device: torch.device) -> list[int]
 
 def linear(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None = None, row_scale: Tensor | None = None,
            bias: Tensor | None = None, activation: str = "", gated: bool = False, count: int = 1,
-           height: int = 0, form: Form | None = None) -> Tensor:
+           height: int = 0, form: KernelForm | None = None) -> Tensor:
     """`four_bit_kernels.linear`. form: None for the fastest one. ImportError: there is no Gluon"""
     if gl is None:
         raise ImportError(problem)
@@ -312,16 +323,16 @@ def _load(at):
 @gluon_jit
 def _as_words(given, dtype: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.constexpr):
     """What `_scales` returned as bfloat16, in both halves of a word. dtype: of scales in memory"""
-    less = gl.full(given.factor.shape, -0x3CF73CF8, gl.int32, given.factor.type.layout)  # -136, twice
+    less = gl.full(given.factor.shape, MINUS_136, gl.int32, given.factor.type.layout)
     if ZEROS:
-        less = (given.less | 0xC300) * 0x10001
+        less = minus_zero(given.less)
     return Scales(_as_word(given.factor, dtype, KIND), _as_word(given.other, dtype, KIND), less)
 
 
 @gluon_jit
 def _as_word(scale, dtype: tl.constexpr, KIND: tl.constexpr):
     if KIND == "mxfp4":
-        return (scale + 62) * 0x800080
+        return enlarged_scale(scale)
     elif KIND == "nvfp4":
         return twice(of_scale(scale, KIND) * 2.0 ** 62)
     elif dtype == gl.float32:

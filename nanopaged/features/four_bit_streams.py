@@ -31,6 +31,7 @@ from nanopaged.features.four_bit_codes import (
     E2M1,
     E4M3,
     INT4,
+    MINUS_136,
     ONE,
     SCALED_INT4,
     SUMS,
@@ -38,8 +39,10 @@ from nanopaged.features.four_bit_codes import (
     TWO,
     arguments,
     bytes_in_order,
+    enlarged_scale,
     in_order,
     kind_of,
+    minus_zero,
     of_scale,
     twice,
 )
@@ -55,7 +58,7 @@ try:
     barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 except (ImportError, AttributeError):  # no Gluon; see optional_gluon.py
     async_copy = async_load = barrier = mma_v2 = None
-RENAMED = tl.constexpr(not hasattr(getattr(gl, "shared_memory_descriptor", None), "_reinterpret"))  # since Triton 3.7
+RENAMED = tl.constexpr(not hasattr(getattr(gl, "shared_memory_descriptor", None), "_reinterpret"))
 
 MOST_ROWS = 16  # of x
 MOST_TOKENS = 12  # of an expert, on average
@@ -367,7 +370,7 @@ def _keep_scales(given, zeros, WIDTH: tl.constexpr, KIND: tl.constexpr, GROUP: t
     if KIND != "mxfp4":
         factors = factors.to(gl.float32 if IN_SUMS else gl.bfloat16)
     if ZEROS:
-        minus = _keep((zeros.to(gl.int32) | 0xC300) * 0x10001, WIDTH)
+        minus = _keep(minus_zero(zeros), WIDTH)
     if GROUP == 16:
         factors, more_factors = gl.split(factors.reshape(factors.shape[0], factors.shape[1] // 2, 2))
         factors, more_factors = _keep(factors, WIDTH // 2), _keep(more_factors, WIDTH // 2)
@@ -406,7 +409,7 @@ def _numbers(words, factors, more_factors, minus, i, GROUP: tl.constexpr, KIND: 
         if ZEROS:
             less = _for_words(minus.index(i), WORDS, PARTS, LAYOUT)
         elif KIND == "int4":
-            less = gl.full(words.shape, -0x3CF73CF8, gl.int32, LAYOUT)  # -136, twice
+            less = gl.full(words.shape, MINUS_136, gl.int32, LAYOUT)
         if factors.dtype == gl.float32:
             y = in_order(gl.inline_asm_elementwise(INT4, ONE, [words, less], dtype=(gl.bfloat16,) * 8, is_pure=True,
                                                    pack=1))
@@ -440,8 +443,8 @@ def _for_words(groups, WORDS: tl.constexpr, PARTS: tl.constexpr, layout: tl.cons
     x = groups.load(gl.SliceLayout(2, groups_layout(groups.shape[0], PARTS, ROW_WARPS, COUNT, WORDS)))
     if groups.dtype == gl.bfloat16:
         x = twice(x)
-    elif groups.dtype == gl.uint8:  # the bfloat16 2 ** (x - 127 + 62), in both halves
-        x = (x.to(gl.int32) + 62) * 0x800080
+    elif groups.dtype == gl.uint8:
+        x = enlarged_scale(x)
     return spread(x, WORDS, PARTS, ROW_WARPS, layout)
 
 
