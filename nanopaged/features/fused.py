@@ -4,14 +4,14 @@ Four kinds of work get faster:
 
 - **Functions between the products.** Norms and activations are bound by memory. Each is one launch. The addition to the
   residual stream waits for the next norm, which adds and normalises in one pass (`Sum`).
-- **Products of one row, and of up to 16 on an H200, or 64 in FP8.** cuBLAS's kernels are made for many rows.
+- **Products of one row, and of up to 64 on an H200 unless the weight is large.** cuBLAS's kernels are made for many
+  rows.
 - **Products of few rows and columns.** They have too few tiles to occupy every multiprocessor. The inner dimension is
   therefore split (split-K), and the norm that follows adds up the partial products.
 - **Rows of the last layer** that need no logits are left out (last_layer.py).
 
 The modules come first, then the kernels that they launch.
 """
-import itertools
 from functools import partial
 from typing import Any, Callable, Iterator, NamedTuple, cast
 
@@ -31,11 +31,11 @@ MAX_FOUR_SPLIT_COLUMNS = 2048  # up to here four partial products are faster tha
 SPLIT_ALIGNMENT = 64  # the matrix kernels' tiles along the inner dimension; a partial product must begin at one
 ALL_ROWS = "the last layer, which computes all rows,"  # without last_layer.py
 FAST_ACCUM = True  # sums of 8-bit products in the tensor cores' own precision: their error is far below FP8's
-# Of `few_rows_linear`, for 2 rows and more. Within these limits the products of Qwen3, 0.6B to 8B, are faster than the
-# library's on an H200.
-MOST_FEW_ROWS, FEWEST_PROGRAMS = 16, 64
-MOST_FEW_ROWS_FP8 = 64  # with weights in FP8
-SMALL_INNER_SIZE = 1024  # up to here a program has fewer rows of the weight, so that there are enough programs
+# Of `few_rows_linear`, for 2 rows and more. Within these limits the products of Qwen3, 0.6B to 8B, Qwen3.5-35B-A3B and
+# gpt-oss-20b are faster than the library's on an H200.
+MOST_FEW_ROWS, FEWEST_PROGRAMS = 64, 64
+MOST_ROWS_OF_LARGE, LARGE = 16, 2**27  # rows of x beside a weight of more bytes
+SMALL_INNER_SIZE = 1024  # up to here, and up to 16 rows of x, a program has fewer rows of the weight: more programs
 MOST_16_BIT_ROWS = 8  # of x, with weights in FP8; with more, turning the weights into 16 bits takes the longest
 
 
@@ -135,12 +135,12 @@ class SplitLinear(FusedLinear):
 
     def forward(self, x: Tensor) -> Any:
         weight, bias = self.weight, self.bias
-        count = num_partial_products(x, weight) if bias is None else 1
+        count, are_few = split_of(x, weight, bias is not None)
         shape = count, len(x), len(weight)
         out = self.buffer and self.buffer.own(*shape)
         if count > 1:
-            y = (few_rows_linear(x, weight, None, out, count=count, scale=self.scale)
-                 if has_few_rows(x, weight, count) else partial_products(x, weight, count, out))
+            y = (few_rows_linear(x, weight, bias, out, count=count, scale=self.scale) if are_few else
+                 partial_products(x, weight, count, out))
         else:
             y = linear(x, weight, bias, None if out is None else out[0], self.scale)
         return y if out is None else tuple(self.buffer.all(*shape))
@@ -161,19 +161,31 @@ def with_fp8(modules: model.Modules) -> model.Modules:
 # Few rows: split-K
 # --------------------------------------------------------------------------------------------------
 
-def residual_products(config: model.ModelConfig, dtype: torch.dtype) -> list[tuple[int, bool, int]]:
-    """o_proj and down_proj: (inner size, whether there is a bias, number of partial products of a few rows). dtype: of
-    weights"""
-    c, make = config, partial(torch.empty, dtype=dtype, device="meta")
+def residual_products(r: Any, num_rows: int) -> list[tuple[int, bool, int]]:
+    """o_proj and down_proj: (inner size, whether there is a bias, number of partial products of so many rows)."""
+    c, make = r.config, partial(torch.empty, device="meta", dtype=FP8 if r.fp8 else r.dtype)
     products = (c.num_heads * c.head_dim, c.o_bias), (c.intermediate_size, c.mlp_bias)
-    return [(size, bias, 1 if bias else num_partial_products(make(2, size), make(c.hidden_size, size)))
-            for size, bias in products]
+    return [(size, bias, split_of(torch.empty(num_rows, size, dtype=r.dtype, device=r.device),
+                                  make(c.hidden_size, size), bias)[0]) for size, bias in products]
 
 
 def partial_counts(r: Any) -> set[int]:
     """Numbers of partial products that the norm behind a sublayer may get."""
     kept = getattr(r.modules.residual_linear, "counts", set)()  # of matrices in 4 bits
-    return {1, *(count for _, _, count in residual_products(r.config, FP8 if r.fp8 else r.dtype)), *kept}
+    return {1, *(count for rows in (2, MOST_FEW_ROWS + 1) for _, _, count in residual_products(r, rows)), *kept}
+
+
+def sum_shapes(r: Any) -> list[tuple[int, ...]]:
+    """For a warm-up: shapes, without D, of a `Sum`'s x for which the norm behind has forms of its own."""
+    return [(1, MOST_FEW_ROWS + 1), *((count, 1) for count in partial_counts(r))]
+
+
+def split_of(x: Tensor, weight: Tensor, has_bias: bool) -> tuple[int, bool]:
+    """The number of partial products in which x [T, in] times weight [out, in] is computed, and whether
+    `few_rows_linear` does that, which alone can add a bias."""
+    count = num_partial_products(x, weight)
+    are_few = has_few_rows(x, weight, count)
+    return count if are_few or not has_bias else 1, are_few
 
 
 def num_partial_products(x: Tensor, weight: Tensor) -> int:
@@ -183,7 +195,7 @@ def num_partial_products(x: Tensor, weight: Tensor) -> int:
     count = 4 if is_fp8 or num_columns <= MAX_FOUR_SPLIT_COLUMNS else 2
     is_small = 1 < len(x) <= MAX_SPLIT_ROWS and num_columns <= MAX_SPLIT_COLUMNS
     if is_fp8:  # the library has no partial products of these
-        is_small &= takes_rows(len(x), x.dtype, x.device, True)
+        is_small &= takes_rows(len(x), x.dtype, x.device)
     # A tile of FP8 has twice the numbers. In float16 a partial product may overflow where the whole does not.
     can_split = size % (SPLIT_ALIGNMENT * (2 if is_fp8 else 1) * count) == 0 and x.dtype is not torch.float16
     return count if is_small and can_split else 1
@@ -201,27 +213,25 @@ def partial_products(x: Tensor, weight: Tensor, count: int, out: Tensor | None =
 
 def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
     """For warmup.py."""
-    c, dtype, device = r.config, r.dtype, r.device
-    make = partial(torch.empty, dtype=dtype, device=device)
-
-    def products(size: int, bias: bool, fp8: bool, count: int, *act: Any) -> Iterator[Callable[[], Any]]:
-        weight, shift = make(0, size, dtype=FP8 if fp8 else dtype), make(1) if bias else None
-        scale = make(0, 1, dtype=torch.float32) if fp8 else None
-        for rows in (1, 2, 9, 17, 33) if fp8 else (1, 2, 9):  # one, up to 8, 16, 32, 64
-            if takes_rows(rows, dtype, device, fp8):
-                yield partial(few_rows_linear, make(rows, size), weight, shift, None, *act,
-                              count=count if rows > 1 else 1, scale=scale)  # type: ignore[misc]
-
-    residual, act = residual_products(c, FP8 if r.fp8 else dtype), (c.activation, c.gated_mlp)
-    lm_head, qkv_proj = (c.hidden_size, False, 1, False), (c.hidden_size, c.qkv_bias, 1, r.fp8)
-    for size, bias, count, form in {lm_head, qkv_proj, *((*product, r.fp8) for product in residual)}:
-        yield from products(size, bias, form, count, "", False)
-    yield from products(c.hidden_size, c.mlp_bias, r.fp8, 1, *act)
+    c, dtype, device, act = r.config, r.dtype, r.device, (r.config.activation, r.config.gated_mlp)
+    make, counts = partial(torch.empty, dtype=dtype, device=device), residual_products(r, 2)
+    products = [(c.vocab_size, c.hidden_size, False, 1, False, ()),
+                ((c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.hidden_size, c.qkv_bias, 1, r.fp8, ()),
+                *((c.hidden_size, *product, r.fp8, ()) for product in counts),
+                (c.intermediate_size * (1 + c.gated_mlp), c.hidden_size, c.mlp_bias, 1, r.fp8, act)]
+    forms = {(rows, size, bias, count if rows > 1 else 1, fp8, act)
+             for size_out, size, bias, count, fp8, act in products for rows in (1, 2, 9, 17, 33)  # up to 8, 16, 32, 64
+             if has_few_rows(make(rows, size), torch.empty(size_out, size, dtype=FP8 if fp8 else dtype, device="meta"),
+                             count if rows > 1 else 1)}
+    for rows, size, bias, count, fp8, of_form in forms:
+        weight, scale = make(0, size, dtype=FP8 if fp8 else dtype), make(0, 1, dtype=torch.float32) if fp8 else None
+        yield partial(few_rows_linear, make(rows, size), weight, make(1) if bias else None, None, *of_form, count=count,
+                      scale=scale)
     yield partial(activate, make(0, c.intermediate_size * (2 if c.gated_mlp else 1)), *act)
     weight = make(c.hidden_size, dtype=torch.float32 if c.float32_norms else dtype)
-    for num_rows, count in itertools.product((1, MOST_FEW_ROWS + 1), partial_counts(r)):
-        yield partial(fused_add_norm, (make(count, num_rows, c.hidden_size),) * r.num_ranks,
-                      make(num_rows, c.hidden_size), weight, weight if c.norm == "layer" else None, c.norm_eps)
+    for shape in sum_shapes(r):
+        yield partial(fused_add_norm, (make(*shape, c.hidden_size),) * r.num_ranks, make(shape[-1], c.hidden_size),
+                      weight, weight if c.norm == "layer" else None, c.norm_eps)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -232,13 +242,19 @@ def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
 # kernel. A row is one of a matrix here: x has one for each token, and in front of the logits one for each logit row.
 # --------------------------------------------------------------------------------------------------
 
+def is_in_chain(x: Tensor) -> bool:
+    """Whether the kernel before a norm, or the one behind, is likely one of ours: mostly, partial products are experts'
+    or of weights in 4 bits."""
+    return x.dim() == 3 and len(x) > 1 or takes_rows(x.shape[-2], x.dtype, x.device)
+
+
 def fused_add_norm(x: Tensor | tuple[Tensor, ...], residual: Tensor, weight: Tensor, bias: Tensor | None,
                    eps: float) -> tuple[Tensor, Tensor]:
     """(norm(sum), sum) of x and residual, with `model.Norm`. x [T, D], or partial products of it [count, T, D]; a
     tuple: those of several GPUs. The sum is taken in float32 and rounded once."""
     parts = tuple(x) if isinstance(x, tuple) else (x,)
     (num_rows, size), (out, total) = residual.shape, (torch.empty_like(residual), torch.empty_like(residual))
-    padded, in_chain = tiles.next_power_of_2(size), takes_rows(num_rows, residual.dtype, residual.device)
+    padded, in_chain = tiles.next_power_of_2(size), is_in_chain(parts[0])
     fused_add_norm_kernel[(num_rows,)](
         parts, residual, weight, weight if bias is None else bias, out, total, eps, num_rows,
         COUNT=len(parts[0]) if parts[0].dim() == 3 else 1, SIZE=size, PADDED=padded, CENTER=bias is not None,
@@ -318,40 +334,44 @@ def activate_tile(gate, up, GATED: tl.constexpr, ACTIVATION: tl.constexpr):
     return y
 
 
-def takes_rows(num_rows: int, dtype: torch.dtype, device: torch.device, is_fp8: bool = False) -> bool:
+def takes_rows(num_rows: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether `few_rows_linear` is to compute products of so many rows. For several rows it needs Hopper's shared
-    memory, and 16-bit numbers: tensor cores are slow in float32. is_fp8: the weight"""
+    memory, and 16-bit numbers: tensor cores are slow in float32."""
     is_able = dtype.itemsize == 2 and tiles.shared_memory(device) > tiles.LARGE_SHARED_MEMORY
-    return num_rows <= 1 or is_able and num_rows <= (MOST_FEW_ROWS_FP8 if is_fp8 else MOST_FEW_ROWS)
+    return num_rows <= 1 or is_able and num_rows <= MOST_FEW_ROWS
 
 
 def has_few_rows(x: Tensor, weight: Tensor, count: int = 1) -> bool:
     """Whether `few_rows_linear` is to compute this product, or `count` partial products of it."""
-    is_fp8 = weight.itemsize == 1
-    rows = few_rows_form(x.shape[1] // count, 8, False, False, x.itemsize)["ROWS"]
-    fills_card = len(x) <= 1 or is_fp8 or cdiv(len(weight), rows) * count >= FEWEST_PROGRAMS
-    return fills_card and takes_rows(len(x), x.dtype, x.device, is_fp8)
+    is_fp8, num_rows = weight.itemsize == 1, len(x)
+    rows = few_rows_form(x.shape[1] // count, tiles.next_power_of_2(num_rows), False, False, x.itemsize)["ROWS"]
+    is_fast = (cdiv(len(weight), rows) * count >= FEWEST_PROGRAMS
+               and (num_rows <= MOST_ROWS_OF_LARGE or weight.nbytes <= LARGE))
+    return (num_rows <= 1 or is_fp8 or is_fast) and takes_rows(num_rows, x.dtype, x.device)
 
 
 def few_rows_form(size: int, padded: int, gated: bool, is_fp8: bool, itemsize: int) -> dict[str, int]:
     """Of `few_rows_kernel`: rows of the weight in a program, numbers of a row in a tile, and tiles that the loop's
-    pipeline holds. size: of the inner dimension. Of a large product that is not gated a multiprocessor has one program,
-    and many small tiles are on their way. (The fastest of 12 to 20 forms for the products of Qwen3-0.6B, of 8B in the
-    whole model, and of 8B in FP8, on an H200.)"""
-    if size <= SMALL_INNER_SIZE or is_fp8:
+    pipeline holds. size: of the inner dimension. Of a large product a multiprocessor has one program, and many small
+    tiles are on their way, unless it is gated and has few columns. (The fastest of 8 to 20 forms for the products of
+    Qwen3-0.6B, of 8B in the whole model, of 8B in FP8, of Qwen3.5-35B-A3B and of gpt-oss-20b, on an H200.)"""
+    if is_fp8 or size <= SMALL_INNER_SIZE and padded <= 16:
         tile = 256 if is_fp8 or gated and padded == 8 else 128
         return dict(ROWS=64 if is_fp8 else 32, TILE=tile, STAGES=3 if tile == 256 and padded != 16 else 4)
-    tile, stages = (128, 3) if gated else (64, 14)
+    # 8 stages of 32 columns, not gated: there is room for two programs.
+    tile, stages = (128, 3) if gated and padded <= 16 else (64, 8 if padded == 32 else 14)
     tile_bytes = (64 * (2 if gated else 1) + padded) * tile * itemsize
     return dict(ROWS=64, TILE=tile, STAGES=min(stages, tiles.LARGE_SHARED_MEMORY // tile_bytes))
 
 
 def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None, activation: str = "",
-                    gated: bool = False, count: int = 1, scale: Tensor | None = None) -> Tensor:
-    """F.linear for x [T, in], T up to 16, and weight [out, in]; with an activation, `model.activate` of it (gated: the
+                    gated: bool = False, count: int = 1, scale: Tensor | None = None,
+                    form: dict[str, int] | None = None) -> Tensor:
+    """F.linear for x [T, in], T up to 64, and weight [out, in]; with an activation, `model.activate` of it (gated: the
     first half of the weight's rows is the gate). The library's kernels are made for many rows, and are not in the chain
-    of dependent launches. count above 1: partial products [count, T, out], each of a part of the inner dimension.
-    scale: of a weight in FP8, [out, 1]. T is up to 64, and from 9 on x is quantised, too."""
+    of dependent launches. count above 1: partial products [count, T, out], each of a part of the inner dimension; the
+    bias is in the first one. scale: of a weight in FP8, [out, 1]; from 9 rows on x is quantised, too. form: of 2 rows
+    and more, not that of `few_rows_form`"""
     num_rows, size = x.shape
     num_out = len(weight) // (2 if gated else 1)
     out = x.new_empty(*[count] * (count > 1), num_rows, num_out) if out is None else out
@@ -362,7 +382,7 @@ def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor 
     if num_rows > 1:
         x, x_scale = quantize_rows(x) if is_fp8 and num_rows > MOST_16_BIT_ROWS else (x, x)
         padded = max(8, tiles.next_power_of_2(num_rows))
-        form = few_rows_form(size // count, padded, gated, is_fp8, x.itemsize)
+        form = form or few_rows_form(size // count, padded, gated, is_fp8, x.itemsize)
         few_rows_kernel[(cdiv(num_out, form["ROWS"]), count)](
             x, x_scale, weight, scale, bias, out, num_rows, num_out, SIZE=size, PART=size // count, PADDED=padded,
             **form, **options)
@@ -453,9 +473,10 @@ def few_rows_kernel(x, x_scale, weight, scale, bias, out, num_rows, num_out, SIZ
         if GATED:
             up_sums *= tl.load(scale + num_out + row, mask=row < num_out, other=0.0)[:, None]
     if BIAS:
-        sums += tl.load(bias + row, mask=row < num_out, other=0.0).to(tl.float32)[:, None]
+        has_bias = row < tl.where(tl.program_id(1) == 0, num_out, 0)
+        sums += tl.load(bias + row, mask=has_bias, other=0.0).to(tl.float32)[:, None]
         if GATED:
-            up_sums += tl.load(bias + num_out + row, mask=row < num_out, other=0.0).to(tl.float32)[:, None]
+            up_sums += tl.load(bias + num_out + row, mask=has_bias, other=0.0).to(tl.float32)[:, None]
     y = sums.to(out.dtype.element_ty)
     if ACTIVATION != "":
         y = activate_tile(y, up_sums.to(out.dtype.element_ty), GATED, ACTIVATION)

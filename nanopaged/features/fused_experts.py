@@ -27,6 +27,7 @@ from nanopaged.tiles import cdiv
 
 LARGEST = tl.constexpr(3e38)  # of the router's logits; padding may hold anything
 LEAST = tl.constexpr(SMALLEST_SUM)
+MOST_PARTS, ROUTER_FORM = 15, dict(ROWS=16, TILE=64, STAGES=4)  # of a router's product (the fastest of 9 forms, H200)
 
 
 class Counts:
@@ -44,9 +45,28 @@ class Counts:
         return self.of_step[i, :total]
 
 
+class Router(fused.SplitLinear):
+    """Few rows of x have many partial products: a router has so few columns that otherwise most multiprocessors would
+    have no work."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if (count := num_router_parts(x)) > 1:
+            return fused.few_rows_linear(x, self.weight, self.bias, count=count, form=ROUTER_FORM)
+        return super().forward(x)
+
+
+def num_router_parts(x: Tensor) -> int:
+    """1: there are too many rows of x, or too few columns; and in float16 a part may overflow where the whole does
+    not."""
+    if len(x) == 1 or x.dtype is torch.float16 or not fused.takes_rows(len(x), x.dtype, x.device):
+        return 1
+    size, unit = x.shape[1], fused.SPLIT_ALIGNMENT
+    return next((n for n in range(MOST_PARTS, 1, -1) if size % (n * unit) == 0 and size >= 2 * n * unit), 1)
+
+
 class FusedExperts(Experts):
     """Returns partial products [n, T, D], as fused.py's `Sum` has them: of each choice, and of the shared expert."""
-    router_class = fused.SplitLinear
+    router_class = Router
 
     def __init__(self, counts: Counts, dense: Any, config: model.ModelConfig, index: int,
                  modules: model.Modules) -> None:
@@ -88,7 +108,14 @@ def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
     joins_shared = bool(e["gate_rows"]) and e["shared_size"] == e["size"] and all(
         form == kept[path.replace("experts.0", "shared")] for path, form in kept.items() if ".experts.0." in path)
     rows, total, chosen = e["count"] + e["gate_rows"], e["count"] + joins_shared, e["top_k"] + joins_shared
-    for count in {1, fused.num_partial_products(make(2, c.hidden_size), make(rows, c.hidden_size))}:
+    router = torch.empty(rows, c.hidden_size, dtype=dtype, device="meta")
+    parts = {1, *(fused.split_of(make(n, c.hidden_size), router, c.mlp_bias)[0] for n in (2, fused.MOST_FEW_ROWS + 1))}
+    for n in (2, 9, 17, 33):
+        if (count := num_router_parts(make(n, c.hidden_size))) > 1:
+            parts.add(count)
+            yield partial(fused.few_rows_linear, make(n, c.hidden_size), make(0, c.hidden_size),
+                          make(1) if c.mlp_bias else None, count=count, form=ROUTER_FORM)
+    for count in parts:
         for num_rows in (0, 1):
             yield partial(route_experts, make(count, num_rows, rows), e["count"], e["top_k"], e["normalized"],
                           joins_shared, e["sigmoid"], make(e["count"], dtype=torch.float32) if e["has_bias"] else None,
@@ -109,9 +136,8 @@ def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
             yield partial(experts_product, make(0, size), weight, *routed, make(0, out), act, scale,
                           make(0) if c.mlp_bias else None, four_bits)
     norm = make(c.hidden_size, dtype=torch.float32 if c.float32_norms else dtype)
-    for num_rows in (1, fused.MOST_FEW_ROWS + 1):
-        parts = make(e["top_k"] + bool(e["shared_size"]), num_rows, c.hidden_size)
-        yield partial(fused.fused_add_norm, parts, parts[0], norm, None, c.norm_eps)
+    parts = make(e["top_k"] + bool(e["shared_size"]), 1, c.hidden_size)
+    yield partial(fused.fused_add_norm, parts, parts[0], norm, None, c.norm_eps)
 
 
 # --------------------------------------------------------------------------------------------------

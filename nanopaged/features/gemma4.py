@@ -247,7 +247,7 @@ def add_norms(x: Tensor, post: Tensor, residual: Tensor, scalar: Tensor | None, 
     of it [count, T, D]; post, weight: of the norms, [D]"""
     (num_rows, size), out, total = residual.shape, torch.empty_like(residual), torch.empty_like(residual)
     padded = tiles.next_power_of_2(size)
-    in_chain = feature("fused", "Gemma 4 with small kernels").takes_rows(num_rows, residual.dtype, residual.device)
+    in_chain = feature("fused", "Gemma 4 with small kernels").is_in_chain(x)
     add_norms_kernel[(num_rows,)](
         x, post, residual, scalar, weight, out, total, eps, num_rows, COUNT=len(x) if x.dim() == 3 else 1, SIZE=size,
         PADDED=padded, num_warps=min(16, max(4, padded // 128)), **launch_options(residual.device, in_chain=in_chain))
@@ -315,10 +315,9 @@ def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
         yield partial(gather_rows, make(1, c.num_layers * size), torch.zeros(0, dtype=torch.int32, device=r.device))
     if r.modules.norm is not model.PLAIN.norm:
         fused, weight = feature("fused", "Gemma 4 with small kernels"), norm(c.hidden_size)
-        for num_rows, count, scalar in itertools.product((1, fused.MOST_FEW_ROWS + 1), fused.partial_counts(r),
-                                                         (None, make(1))):
-            yield partial(add_norms, make(count, num_rows, c.hidden_size), weight, make(num_rows, c.hidden_size),
-                          scalar, weight, c.norm_eps)
+        for shape, scalar in itertools.product(fused.sum_shapes(r), (None, make(1))):
+            yield partial(add_norms, make(*shape, c.hidden_size), weight, make(shape[-1], c.hidden_size), scalar,
+                          weight, c.norm_eps)
 
 
 def capped(compute_logits: Callable[..., Tensor], cap: float, *args: Any) -> Tensor:

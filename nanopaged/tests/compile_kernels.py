@@ -159,11 +159,13 @@ def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
             one_row = act | dict(SIZE=12288, ROWS=2, TILE=2048, BIAS=not gated)
             yield partial(compile_kernel, fused.one_row_kernel, one_row, dtype, capability, **types)
             if capability >= 90:  # see takes_rows
-                padded = 64 if is_fp8 else 16
-                form = fused.few_rows_form(12288, padded, gated, is_fp8, dtype.itemsize)
-                few_rows = act | form | dict(SIZE=12288, PART=12288, PADDED=padded, BIAS=not gated)
                 of_x = dict(x="*fp8e4nv", x_scale="*fp32") if is_fp8 else dict(x_scale=f"*{TYPES[dtype]}")
-                yield partial(compile_kernel, fused.few_rows_kernel, few_rows, dtype, capability, **types, **of_x)
+                for padded in (64,) if is_fp8 else (16, 32, 64):
+                    form = fused.few_rows_form(12288, padded, gated, is_fp8, dtype.itemsize)
+                    if padded == 32 and not gated:
+                        form = fused_experts.ROUTER_FORM
+                    few_rows = act | form | dict(SIZE=12288, PART=12288, PADDED=padded, BIAS=not gated)
+                    yield partial(compile_kernel, fused.few_rows_kernel, few_rows, dtype, capability, **types, **of_x)
     if capability >= 89:
         sizes = dict(SIZE=12288, PADDED=16384)
         yield partial(compile_kernel, quantize_rows_kernel, sizes, dtype, capability, 16, out="*fp8e4nv",

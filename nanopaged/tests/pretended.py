@@ -51,11 +51,13 @@ class PlainKernels:
         return kernel.rms_norm(total, weight, eps), total
 
     @staticmethod
-    def few_rows_linear(x, weight, bias, out=None, activation="", gated=False, count=1, scale=None):
+    def few_rows_linear(x, weight, bias, out=None, activation="", gated=False, count=1, scale=None, form=None):
         if scale is not None:
             weight = fp8_weight(weight, scale).to(x.dtype)
             x = x if len(x) <= fused.MOST_16_BIT_ROWS else fp8_weight(*fp8.quantize(x)).to(x.dtype)
         y = F.linear(x, weight, bias) if count == 1 else fused.partial_products(x, weight, count)
+        if count > 1 and bias is not None:
+            y[0] += bias
         y = model.activate(y, activation, gated) if activation else y
         return y if out is None else out.copy_(y)
 

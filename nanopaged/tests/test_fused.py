@@ -1,5 +1,7 @@
 """The modules and functions that take the model's place on a GPU compute what its own do."""
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from nanopaged.tests.helpers import (
 )
 from nanopaged.tests.pretended import normalize, plain_kernels
 
+CAN_HAVE_FEW_ROWS = fused_module.takes_rows(2, torch.bfloat16, torch.device(DEVICE))
 TYPES = [torch.float32, torch.float16, *([torch.bfloat16] if CUDA else [])]  # the interpreter lies about bfloat16
 
 
@@ -70,7 +73,8 @@ def test_activation_and_product(dtype, gated, activation):
 
 @needs_kernel
 @pytest.mark.parametrize("dtype, rows", [
-    (dtype, rows) for dtype in TYPES for rows in (1, 2, 5, 8, 9, 16) if CUDA or dtype is TYPES[0] or rows in (1, 9)],
+    (dtype, rows) for dtype in TYPES for rows in (1, 2, 5, 8, 9, 16, 20, 64)
+    if CUDA or dtype is TYPES[0] or rows in (1, 9)],
     ids=str)
 @pytest.mark.parametrize("size_in, size_out, bias", [(5, 3, True), (64, 8, False), (1500, 6, True), (2048, 40, False)])
 def test_product_of_few_rows(dtype, bias, rows, size_in, size_out):
@@ -85,9 +89,9 @@ def test_product_of_few_rows(dtype, bias, rows, size_in, size_out):
     activation = ("silu", True) if size_out % 2 == 0 else ("relu", False)
     assert_close(fused_module.few_rows_linear(x, weight, shift, None, *activation),
                  activate(exact.to(dtype).double(), *activation), 4)
-    if rows > 1 and not bias:
-        parts = fused_module.few_rows_linear(x, weight, None, count=4)
-        assert parts.shape == (4, rows, size_out)
+    for count in (4, 8) if rows > 1 and size_in % 8 == 0 else ():  # of a router there are many
+        parts = fused_module.few_rows_linear(x, weight, shift, count=count)
+        assert parts.shape == (count, rows, size_out)
         assert_close(parts.double().sum(0).to(dtype), exact, 4)
 
 
@@ -112,7 +116,14 @@ def test_which_products_have_few_rows():
         return fused_module.has_few_rows(torch.empty(rows, size, dtype=dtype), torch.empty(size_out, size), count)
 
     assert chosen(16, 2048) and chosen(2, 4096, size=9000) and chosen(2, 512, count=4, size=4096) and chosen(1, 8)
-    assert not chosen(17, 2048) and not chosen(2, 512) and not chosen(2, 2048, size=2048)  # too few programs
+    assert chosen(64, 4096) and not chosen(65, 4096)
+    assert not chosen(2, 512) and not chosen(2, 2048, size=2048) and not chosen(17, 2048)  # too few programs
+    assert chosen(16, 2**17) and not chosen(17, 2**17)
+    # A bias goes with partial products of few rows.
+    x, weight = torch.empty(64, 4096, dtype=torch.bfloat16), torch.empty(2880, 4096, dtype=torch.bfloat16)
+    assert [fused_module.split_of(x, weight, has_bias) for has_bias in (False, True)] == [(2, True)] * 2
+    x = torch.empty(65, 4096, dtype=torch.bfloat16)
+    assert [fused_module.split_of(x, weight, has_bias) for has_bias in (False, True)] == [(2, False), (1, False)]
     assert not chosen(2, 2048, torch.float32) and chosen(1, 2048, torch.float32)
 
 
@@ -178,3 +189,18 @@ def test_partial_products_are_as_exact_as_the_product():
     whole = (x @ weight.T).double() - exact
     parts = partial_products(x, weight, 4).double().sum(0) - exact
     assert parts.norm() < 1.3 * whole.norm()
+
+
+@needs_kernel
+@pytest.mark.parametrize("variant", ["qwen3", "gpt2"])
+def test_what_a_warm_up_compiles(variant):
+    """Each task runs. In the step, a product of few rows has no other form."""
+    config = replace(load(variant).runner.config, hidden_size=2048, intermediate_size=8192)
+    runner = SimpleNamespace(config=config, dtype=torch.bfloat16, device=torch.device(DEVICE), fp8=False, num_ranks=1,
+                             modules=fused_module.MODULES)
+    tasks = list(fused_module.kernel_forms(runner))
+    for task in tasks:
+        task()
+    products = [task for task in tasks if task.func is fused_module.few_rows_linear]
+    assert {len(task.args[0]) for task in products} == ({1, 2, 9, 17, 33} if CAN_HAVE_FEW_ROWS else {1})
+    assert {task.func for task in tasks} == {fused_module.few_rows_linear, fused_module.activate, fused_add_norm}

@@ -1,9 +1,12 @@
 """The three launches of a mixture of experts compute what its loop over experts does."""
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from nanopaged.features import fused_experts
-from nanopaged.tests.helpers import CUDA, DEVICE, needs_gpu, needs_kernel, relative_error
+from nanopaged.features import fused, fused_experts
+from nanopaged.tests.helpers import CUDA, DEVICE, load, needs_gpu, needs_kernel, relative_error
 from nanopaged.tests.pretended import PlainKernels, fp8_weight
 
 TYPES = [torch.float32, torch.float16, *([torch.bfloat16] if CUDA else [])]  # the interpreter lies about bfloat16
@@ -136,3 +139,43 @@ def test_counts_of_all_mixtures():
             routed = fused_experts.route_experts(logits, 8, 2, True, has_shared, counts=given)[1]
             expected = fused_experts.route_experts(logits, 8, 2, True, has_shared)[1]
             assert routed is given and torch.equal(routed, expected) and given.data_ptr() % 16 == 0
+
+
+def test_parts_of_a_router():
+    def num_parts(rows, size, dtype=torch.bfloat16):
+        return fused_experts.num_router_parts(torch.empty(rows, size, dtype=dtype))
+
+    assert num_parts(64, 2048) == 8 and num_parts(2, 2880) == 15 and num_parts(2, 1024) == 8
+    assert num_parts(1, 2048) == num_parts(65, 2048) == num_parts(2, 192) == num_parts(2, 2000) == 1
+    assert num_parts(2, 2048, torch.float16) == num_parts(2, 2048, torch.float32) == 1
+
+
+@needs_kernel
+@pytest.mark.parametrize("rows", [2, 9, 20, 64])
+@pytest.mark.parametrize("bias", [False, True])
+def test_product_of_a_router(monkeypatch, rows, bias):
+    monkeypatch.setattr(fused_experts, "num_router_parts", lambda x: 5)
+    torch.manual_seed(0)
+    router = fused_experts.Router(960, 40, bias).to(DEVICE)
+    for parameter in router.parameters():
+        parameter.data.normal_(std=0.03)
+    x = torch.randn(rows, 960, device=DEVICE)
+    with torch.no_grad():
+        y = router(x)
+        exact = torch.nn.functional.linear(x.double(), router.weight.double(), router.bias.double() if bias else None)
+    assert y.shape == (5, rows, 40) and relative_error(y.double().sum(0), exact) < 1e-5
+
+
+@needs_kernel
+@pytest.mark.parametrize("variant", ["qwen3-moe", "qwen3.5-moe", "gpt-oss"])
+def test_what_a_warm_up_compiles(variant):
+    """Each task runs. The kernel that chooses experts has a form for each number of the router's partial products."""
+    config = replace(load(variant).runner.config, hidden_size=2880)
+    runner = SimpleNamespace(config=config, dtype=torch.bfloat16, device=torch.device(DEVICE), fp8=False,
+                             modules=fused.MODULES)
+    tasks = list(fused_experts.kernel_forms(runner))
+    for task in tasks:
+        task()
+    forms = [task for task in tasks if task.func is fused_experts.route_experts]
+    few = {15} if fused.takes_rows(2, torch.bfloat16, runner.device) else set()
+    assert few | {1} <= {len(task.args[0]) for task in forms}
