@@ -65,14 +65,14 @@ class KernelForm(NamedTuple):
     columns: int  # of a program's results, which are rows of x
     STAGES: int  # tiles in shared memory
     REGISTERS: int  # of a thread
-    cost: float  # of 64 x 128 results, beside the second form (H200, 8B's products)
+    cost: float  # of 64 x 128 results, beside the first form (H200, 8B's products)
 
     def num_items(self, num_rows: int, num_out: int, count: int) -> int:
         return cdiv(num_rows, self.columns) * cdiv(num_out, 64 * self.WARPGROUPS) * count
 
 
-FORMS = (KernelForm(2, 64, 8, 240, 1.65), KernelForm(2, 128, 5, 240, 1.0), KernelForm(3, 128, 5, 152, 0.95),
-         KernelForm(2, 256, 3, 240, 0.87))
+FORMS = (KernelForm(2, 128, 5, 240, 1.0), KernelForm(3, 128, 5, 152, 0.95), KernelForm(2, 256, 3, 240, 0.87),
+         KernelForm(2, 64, 8, 240, 1.65))
 
 
 def takes(x: Tensor, weight: Tensor, scale: Tensor, count: int = 1) -> bool:

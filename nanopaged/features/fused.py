@@ -34,7 +34,7 @@ FAST_ACCUM = True  # sums of 8-bit products in the tensor cores' own precision: 
 # Of `few_rows_linear`, for 2 rows and more. Within these limits the products of Qwen3, 0.6B to 8B, Qwen3.5-35B-A3B and
 # gpt-oss-20b are faster than the library's on an H200.
 MOST_FEW_ROWS, FEWEST_PROGRAMS = 64, 64
-MOST_ROWS_OF_LARGE, LARGE = 16, 2**27  # rows of x beside a weight of more bytes
+MOST_ROWS_OF_LARGE, LARGE = 16, 2**27  # rows of x beside a weight of more than LARGE bytes
 SMALL_INNER_SIZE = 1024  # up to here, and up to 16 rows of x, a program has fewer rows of the weight: more programs
 MOST_16_BIT_ROWS = 8  # of x, with weights in FP8; with more, turning the weights into 16 bits takes the longest
 
@@ -214,15 +214,16 @@ def partial_products(x: Tensor, weight: Tensor, count: int, out: Tensor | None =
 def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
     """For warmup.py."""
     c, dtype, device, act = r.config, r.dtype, r.device, (r.config.activation, r.config.gated_mlp)
-    make, counts = partial(torch.empty, dtype=dtype, device=device), residual_products(r, 2)
-    products = [(c.vocab_size, c.hidden_size, False, 1, False, ()),
-                ((c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.hidden_size, c.qkv_bias, 1, r.fp8, ()),
-                *((c.hidden_size, *product, r.fp8, ()) for product in counts),
-                (c.intermediate_size * (1 + c.gated_mlp), c.hidden_size, c.mlp_bias, 1, r.fp8, act)]
-    forms = {(rows, size, bias, count if rows > 1 else 1, fp8, act)
-             for size_out, size, bias, count, fp8, act in products for rows in (1, 2, 9, 17, 33)  # up to 8, 16, 32, 64
-             if has_few_rows(make(rows, size), torch.empty(size_out, size, dtype=FP8 if fp8 else dtype, device="meta"),
-                             count if rows > 1 else 1)}
+    make, forms = partial(torch.empty, dtype=dtype, device=device), set[tuple[Any, ...]]()
+    for rows in (1, 2, 9, 17, 33):  # one, up to 8, 16, 32, 64
+        products = [(c.vocab_size, c.hidden_size, False, 1, False, ()),
+                    ((c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.hidden_size, c.qkv_bias, 1, r.fp8, ()),
+                    *((c.hidden_size, *product, r.fp8, ()) for product in residual_products(r, rows)),
+                    (c.intermediate_size * (1 + c.gated_mlp), c.hidden_size, c.mlp_bias, 1, r.fp8, act)]
+        for size_out, size, bias, count, fp8, of_form in products:
+            weight = torch.empty(size_out, size, dtype=FP8 if fp8 else dtype, device="meta")
+            if has_few_rows(make(rows, size), weight, count):
+                forms.add((rows, size, bias, count, fp8, of_form))
     for rows, size, bias, count, fp8, of_form in forms:
         weight, scale = make(0, size, dtype=FP8 if fp8 else dtype), make(0, 1, dtype=torch.float32) if fp8 else None
         yield partial(few_rows_linear, make(rows, size), weight, make(1) if bias else None, None, *of_form, count=count,
@@ -243,8 +244,8 @@ def kernel_forms(r: Any) -> Iterator[Callable[[], Any]]:
 # --------------------------------------------------------------------------------------------------
 
 def is_in_chain(x: Tensor) -> bool:
-    """Whether the kernel before a norm, or the one behind, is likely one of ours: mostly, partial products are experts'
-    or of weights in 4 bits."""
+    """Whether a kernel of ours probably precedes or follows a norm of x. Partial products come mostly from experts and
+    from weights in 4 bits."""
     return x.dim() == 3 and len(x) > 1 or takes_rows(x.shape[-2], x.dtype, x.device)
 
 
@@ -370,8 +371,8 @@ def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor 
     """F.linear for x [T, in], T up to 64, and weight [out, in]; with an activation, `model.activate` of it (gated: the
     first half of the weight's rows is the gate). The library's kernels are made for many rows, and are not in the chain
     of dependent launches. count above 1: partial products [count, T, out], each of a part of the inner dimension; the
-    bias is in the first one. scale: of a weight in FP8, [out, 1]; from 9 rows on x is quantised, too. form: of 2 rows
-    and more, not that of `few_rows_form`"""
+    bias is in the first one. scale: of a weight in FP8, [out, 1]; from 9 rows on x is quantised, too. form: for 2
+    rows and more, another one than `few_rows_form` returns"""
     num_rows, size = x.shape
     num_out = len(weight) // (2 if gated else 1)
     out = x.new_empty(*[count] * (count > 1), num_rows, num_out) if out is None else out

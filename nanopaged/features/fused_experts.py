@@ -27,7 +27,7 @@ from nanopaged.tiles import cdiv
 
 LARGEST = tl.constexpr(3e38)  # of the router's logits; padding may hold anything
 LEAST = tl.constexpr(SMALLEST_SUM)
-MOST_PARTS, ROUTER_FORM = 15, dict(ROWS=16, TILE=64, STAGES=4)  # of a router's product (the fastest of 9 forms, H200)
+MOST_PARTS, ROUTER_FORM = 15, dict(ROWS=16, TILE=64, STAGES=4)  # of a router's product (the fastest of 9 to 12, H200)
 
 
 class Counts:
@@ -45,9 +45,9 @@ class Counts:
         return self.of_step[i, :total]
 
 
-class Router(fused.SplitLinear):
-    """Few rows of x have many partial products: a router has so few columns that otherwise most multiprocessors would
-    have no work."""
+class RouterLinear(fused.SplitLinear):
+    """Returns logits [T, E], or partial products of them [count, T, E]. A router has few columns: without a split most
+    multiprocessors have no work."""
 
     def forward(self, x: Tensor) -> Tensor:
         if (count := num_router_parts(x)) > 1:
@@ -56,8 +56,8 @@ class Router(fused.SplitLinear):
 
 
 def num_router_parts(x: Tensor) -> int:
-    """1: there are too many rows of x, or too few columns; and in float16 a part may overflow where the whole does
-    not."""
+    """The number of partial products of a router's logits. 1: x [T, D] has too many rows or too few columns, or is in
+    float16, where a part may overflow although the whole does not."""
     if len(x) == 1 or x.dtype is torch.float16 or not fused.takes_rows(len(x), x.dtype, x.device):
         return 1
     size, unit = x.shape[1], fused.SPLIT_ALIGNMENT
@@ -66,7 +66,7 @@ def num_router_parts(x: Tensor) -> int:
 
 class FusedExperts(Experts):
     """Returns partial products [n, T, D], as fused.py's `Sum` has them: of each choice, and of the shared expert."""
-    router_class = Router
+    router_class = RouterLinear
 
     def __init__(self, counts: Counts, dense: Any, config: model.ModelConfig, index: int,
                  modules: model.Modules) -> None:

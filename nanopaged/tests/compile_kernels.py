@@ -160,10 +160,9 @@ def others(capability: int, dtype: torch.dtype, head_dim: int, window: int = 0):
             yield partial(compile_kernel, fused.one_row_kernel, one_row, dtype, capability, **types)
             if capability >= 90:  # see takes_rows
                 of_x = dict(x="*fp8e4nv", x_scale="*fp32") if is_fp8 else dict(x_scale=f"*{TYPES[dtype]}")
-                for padded in (64,) if is_fp8 else (16, 32, 64):
-                    form = fused.few_rows_form(12288, padded, gated, is_fp8, dtype.itemsize)
-                    if padded == 32 and not gated:
-                        form = fused_experts.ROUTER_FORM
+                forms = [(padded, fused.few_rows_form(12288, padded, gated, is_fp8, dtype.itemsize))
+                         for padded in ((64,) if is_fp8 else (16, 32, 64))]
+                for padded, form in (*forms, *[(64, fused_experts.ROUTER_FORM)] * (not is_fp8 and not gated)):
                     few_rows = act | form | dict(SIZE=12288, PART=12288, PADDED=padded, BIAS=not gated)
                     yield partial(compile_kernel, fused.few_rows_kernel, few_rows, dtype, capability, **types, **of_x)
     if capability >= 89:

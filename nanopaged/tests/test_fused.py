@@ -194,7 +194,7 @@ def test_partial_products_are_as_exact_as_the_product():
 @needs_kernel
 @pytest.mark.parametrize("variant", ["qwen3", "gpt2"])
 def test_what_a_warm_up_compiles(variant):
-    """Each task runs. In the step, a product of few rows has no other form."""
+    """Each task runs, and there is one for each number of rows that has a form."""
     config = replace(load(variant).runner.config, hidden_size=2048, intermediate_size=8192)
     runner = SimpleNamespace(config=config, dtype=torch.bfloat16, device=torch.device(DEVICE), fp8=False, num_ranks=1,
                              modules=fused_module.MODULES)

@@ -156,7 +156,7 @@ def test_parts_of_a_router():
 def test_product_of_a_router(monkeypatch, rows, bias):
     monkeypatch.setattr(fused_experts, "num_router_parts", lambda x: 5)
     torch.manual_seed(0)
-    router = fused_experts.Router(960, 40, bias).to(DEVICE)
+    router = fused_experts.RouterLinear(960, 40, bias).to(DEVICE)
     for parameter in router.parameters():
         parameter.data.normal_(std=0.03)
     x = torch.randn(rows, 960, device=DEVICE)
