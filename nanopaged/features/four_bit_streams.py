@@ -127,14 +127,14 @@ def experts_form(num_rows: int, top_k: int, count: int, gated: bool, size: int) 
     if num_rows * top_k > MOST_TOKENS * count:
         return {}
     if num_rows == 1:
-        rows, parts, warps = 32, 4 if is_long or gated else 2, 4
+        rows, parts, stages, warps = 32, 4 if is_long or gated else 2, 2, 4
     elif columns == 8:
-        rows, parts, warps = 64, 4 if is_long else 2, 4
-    elif is_long:
-        rows, parts, warps = 128 if gated else 64, 2, 4
-    else:
-        rows, parts, warps = 64, 1, 2
-    return dict(ROWS=rows, COLUMNS=columns, PARTS=parts, STAGES=2, num_warps=warps)
+        rows, parts, stages, warps = 64, 4 if is_long else 2, 2, 4
+    elif not is_long:
+        rows, parts, stages, warps = 64, 1, 2, 2
+    else:  # if the last tile has fewer columns, fewer rows are faster
+        rows, parts, stages, warps = (128, 2, 2, 4) if gated and size % 256 == 0 else (64, 2, 3, 4)
+    return dict(ROWS=rows, COLUMNS=columns, PARTS=parts, STAGES=stages, num_warps=warps)
 
 
 def linear(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None = None, row_scale: Tensor | None = None,
@@ -522,10 +522,9 @@ def experts_kernel(x, weight, scale, zero, row_scale, bias, scores, out, counts,
                    COLUMNS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, BIAS: tl.constexpr,
                    ACTIVATION: tl.constexpr, PDL: tl.constexpr):
     """Grid (HEIGHT rows of a weight, COLUMNS pairs of one expert). `experts_kernel` of fused_experts.py"""
-    FIRST: tl.constexpr = ACTIVATION != ""
-    HEIGHT: tl.constexpr = ROWS // 2 if FIRST else ROWS
+    HEIGHT: tl.constexpr = ROWS // 2 if ACTIVATION != "" else ROWS
     LINE: tl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    WAITS: tl.constexpr = PDL and FIRST  # see fused_experts.py
+    WAITS: tl.constexpr = PDL and ACTIVATION != ""  # see fused_experts.py
     expert, tile = gl.arange(0, PADDED, layout=LINE), gl.program_id(1)
     kernel.wait_for_previous_kernel(WAITS)
     count = gl.load(counts + expert, mask=expert < EXPERTS, other=0, cache_modifier=".cg")
@@ -536,27 +535,43 @@ def experts_kernel(x, weight, scale, zero, row_scale, bias, scores, out, counts,
         return
     count = gl.sum(gl.where(expert == at, count, 0), 0)
     tile = tile - gl.sum(gl.where(expert == at, end_tile, 0), 0) + gl.cdiv(count, COLUMNS)
-    first = gl.program_id(0) * HEIGHT
-    rows = Rows(at.to(gl.int64) * (2 * OUT if FIRST else OUT), first, OUT)
-    pairs += at * num_rows + tile * COLUMNS
+    rows = Rows(at.to(gl.int64) * (OUT if ACTIVATION == "" else 2 * OUT), gl.program_id(0) * HEIGHT, OUT)
+    matrix, pairs, count = Matrix(weight, scale, zero), pairs + at * num_rows + tile * COLUMNS, count - tile * COLUMNS
+    if COLUMNS > 8 and count <= 8:  # half of the columns; these and the others have a loop each
+        _experts_tile(x, matrix, row_scale, bias, scores, out, pairs, count, num_rows, rows, SIZE, GROUPS, KIND, ZEROS,
+                      ROW_SCALE, ROWS, 8, PARTS, STAGES, BIAS, ACTIVATION, PDL and not WAITS)
+    else:
+        _experts_tile(x, matrix, row_scale, bias, scores, out, pairs, count, num_rows, rows, SIZE, GROUPS, KIND, ZEROS,
+                      ROW_SCALE, ROWS, COLUMNS, PARTS, STAGES, BIAS, ACTIVATION, PDL and not WAITS)
+
+
+@gluon_jit
+def _experts_tile(x, matrix, row_scale, bias, scores, out, pairs, count, num_rows, rows, SIZE: tl.constexpr,
+                  GROUPS: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.constexpr, ROW_SCALE: tl.constexpr,
+                  ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
+                  BIAS: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr):
+    """The results of a program of `experts_kernel`. pairs: the address of the first of `count` pairs, of which COLUMNS
+    are this program's"""
+    FIRST: tl.constexpr = ACTIVATION != ""
+    HEIGHT: tl.constexpr = ROWS // 2 if FIRST else ROWS
     column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, _copies(COLUMNS, 128 * PARTS, 8, gl.num_warps())))
-    exists = tile * COLUMNS + column < count
+    exists = column < count
     source = gl.load(pairs + column, mask=exists, other=0, cache_modifier=".cg")
     if FIRST:
         source = source % num_rows
-    sums = _sums(x + source.to(gl.int64)[:, None] * SIZE, exists[:, None], Matrix(weight, scale, zero), rows, 0, SIZE,
-                 SIZE, GROUPS, KIND, ZEROS, ROWS, HEIGHT, COLUMNS, PARTS, STAGES, PDL and not WAITS)
+    sums = _sums(x + source.to(gl.int64)[:, None] * SIZE, exists[:, None], matrix, rows, 0, SIZE, SIZE, GROUPS,
+                 KIND, ZEROS, ROWS, HEIGHT, COLUMNS, PARTS, STAGES, PDL)
     y = _totals(sums, row_scale, bias, rows, FIRST, ROW_SCALE, BIAS)
     column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, gl.SliceLayout(0, y.type.layout)))
-    exists = tile * COLUMNS + column < count
+    exists = column < count
     pair = gl.load(pairs + column, mask=exists, other=0)
     if not FIRST:
         y *= gl.load(scores + pair)[None, :][None, :, :]
     y = _activated(y, out.dtype.element_ty, ACTIVATION)
-    row = first + gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, y.type.layout))[:, None]
+    row = rows.first + gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, y.type.layout))[:, None]
     OF_COLUMN: tl.constexpr = gl.SliceLayout(0, y.type.layout)
     pair, exists = gl.convert_layout(pair, OF_COLUMN), gl.convert_layout(exists, OF_COLUMN)
-    gl.store(out + pair.to(gl.int64)[None, :] * OUT + row, y, mask=(row < OUT) & exists[None, :])
+    gl.store(out + pair.to(gl.int64)[None, :] * rows.num_out + row, y, mask=(row < rows.num_out) & exists[None, :])
 
 
 @gluon_jit

@@ -89,7 +89,9 @@ def test_rows_of_padding_may_hold_anything():
     logits[10], logits[11, 2] = torch.inf, torch.nan
     out = fused_experts.mix_experts(x, logits, *weights, 3, True, "silu")
     others = [i for i in range(20) if i not in (3, 9, 10, 11)]
-    assert torch.equal(out[:, others], expected[:, others])
+    out, expected = out[:, others], expected[:, others]
+    # A token's place among those of its expert may differ, and some processors' matrix products depend on this.
+    assert torch.equal(out, expected) if CUDA else relative_error(out, expected) < 1e-6
     assert fused_experts.route_experts(logits, 5, 3, True)[1].max() <= 20
     assert fused_experts.mix_experts(x[:0], logits[:0], *weights, 3, True, "silu").shape == (3, 0, 32)
 
