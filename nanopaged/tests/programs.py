@@ -2,7 +2,7 @@
 and importing torch for each takes two seconds.
 
 The program imports nanopaged and the chapters anew, from the folder that it runs in or from PYTHONPATH. What a test
-asks of the import of torch, or of Triton, needs a Python of its own.
+asks of the import of torch, or of Triton, needs a Python of its own; so do all programs where a GPU is.
 """
 import multiprocessing
 import os
@@ -10,6 +10,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+import torch
 
 OURS = "nanopaged", "kernel", "model", "engine"
 CONTEXT = None  # where processes cannot be forked
@@ -21,7 +23,7 @@ if "forkserver" in multiprocessing.get_all_start_methods():
 def run_program(program: str, *arguments: str, cwd, **variables: str) -> subprocess.CompletedProcess:
     """As subprocess.run([sys.executable, "-c", program, *arguments], cwd=cwd, capture_output=True, text=True), with
     more environment variables."""
-    if CONTEXT is None:
+    if CONTEXT is None or torch.cuda.is_available():  # CUDA cannot begin in a fork of a process that has counted GPUs
         return subprocess.run([sys.executable, "-c", program, *arguments], cwd=cwd, env=os.environ | variables,
                               capture_output=True, text=True)
     with tempfile.TemporaryDirectory() as folder:

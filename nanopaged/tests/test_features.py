@@ -269,7 +269,7 @@ def test_tests_of_a_feature_that_is_not_there_are_skipped_and_say_so(monkeypatch
         runs.append(run_program(program, *words[words.index("pytest") + 1:], cwd=cwd))
         return runs[0]
 
-    monkeypatch.setattr("nanopaged.tests.without.subprocess.run", run_pytest)
+    monkeypatch.setattr("nanopaged.tests.without.subprocess", SimpleNamespace(run=run_pytest))
     files = [f"nanopaged/tests/test_{name}.py" for name in ("beam", "outputs", "readme")]
     assert run_without(["samples"], ["-q", "-rs", *files, "-k", "beam or samples or traces or three_texts"]) == 0
     told = runs[0].stdout
