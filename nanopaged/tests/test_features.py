@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import nanopaged
+import nanopaged.features
 from nanopaged import LLM, SamplingParams, kernel
 from nanopaged.api.assemble import pick_runner
 from nanopaged.cli import main as cli
