@@ -132,7 +132,7 @@ def experts_form(num_rows: int, top_k: int, count: int, gated: bool, size: int) 
         rows, parts, stages, warps = 64, 4 if is_long else 2, 2, 4
     elif not is_long:
         rows, parts, stages, warps = 64, 1, 2, 2
-    else:  # if the last tile has fewer columns, fewer rows are faster
+    else:  # fewer rows are faster where the last tile is not whole
         rows, parts, stages, warps = (128, 2, 2, 4) if gated and size % 256 == 0 else (64, 2, 3, 4)
     return dict(ROWS=rows, COLUMNS=columns, PARTS=parts, STAGES=stages, num_warps=warps)
 
@@ -521,7 +521,8 @@ def experts_kernel(x, weight, scale, zero, row_scale, bias, scores, out, counts,
                    KIND: tl.constexpr, ZEROS: tl.constexpr, ROW_SCALE: tl.constexpr, ROWS: tl.constexpr,
                    COLUMNS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, BIAS: tl.constexpr,
                    ACTIVATION: tl.constexpr, PDL: tl.constexpr):
-    """Grid (HEIGHT rows of a weight, COLUMNS pairs of one expert). `experts_kernel` of fused_experts.py"""
+    """Grid (HEIGHT rows of a weight, COLUMNS pairs of one expert). `experts_kernel` of fused_experts.py. A program of
+    up to 8 pairs multiplies 8 columns"""
     HEIGHT: tl.constexpr = ROWS // 2 if ACTIVATION != "" else ROWS
     LINE: tl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     WAITS: tl.constexpr = PDL and ACTIVATION != ""  # see fused_experts.py
@@ -537,7 +538,7 @@ def experts_kernel(x, weight, scale, zero, row_scale, bias, scores, out, counts,
     tile = tile - gl.sum(gl.where(expert == at, end_tile, 0), 0) + gl.cdiv(count, COLUMNS)
     rows = Rows(at.to(gl.int64) * (OUT if ACTIVATION == "" else 2 * OUT), gl.program_id(0) * HEIGHT, OUT)
     matrix, pairs, count = Matrix(weight, scale, zero), pairs + at * num_rows + tile * COLUMNS, count - tile * COLUMNS
-    if COLUMNS > 8 and count <= 8:  # half of the columns; these and the others have a loop each
+    if COLUMNS > 8 and count <= 8:  # half of the products. A choice within one loop would take too many registers
         _experts_tile(x, matrix, row_scale, bias, scores, out, pairs, count, num_rows, rows, SIZE, GROUPS, KIND, ZEROS,
                       ROW_SCALE, ROWS, 8, PARTS, STAGES, BIAS, ACTIVATION, PDL and not WAITS)
     else:
